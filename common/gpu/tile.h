@@ -1,0 +1,61 @@
+/// \file
+/// Tiles in shared memory: where an element lies (the swizzle) and how a tile gets there. The same
+/// source for both targets.
+#pragma once
+
+#include "common/gpu/gpu.h"
+
+namespace flashsteps::inline FLASHSTEPS_TARGET {
+
+/// How many tiles of b rows cover a rows: a / b, rounded up.
+constexpr int ceil_div(int a, int b) {
+  return a / b + (a % b != 0);
+}
+
+/// Length of a row of S or P in memory: the next multiple of 8, so that every row starts at a
+/// multiple of 16 bytes. What lies behind column n - 1 is padding.
+constexpr int64_t padded_row(int n) {
+  return (int64_t{n} + 7) / 8 * 8;
+}
+
+/// Offset, in elements, of (row, col) in a tile of 16-bit elements with kCols columns.
+///
+/// A row of 64 elements is 128 bytes, so it spans all 32 banks, and the same column of 8 rows would
+/// meet in the same 4 banks. The 16-byte chunk index is therefore XORed with the row: any 8
+/// consecutive rows of one chunk column (what one phase of ldmatrix reads) and any 8 chunks of one
+/// row (what a copy writes) lie in different banks. Rows of 32 elements are half as long, so every
+/// second row steps the XOR.
+template <int kCols>
+constexpr int swizzle(int row, int col) {
+  static_assert(kCols == 32 || kCols % 64 == 0, "a row is half of the banks, or all of them");
+  const int chunk = col / 8;
+  const int flip = kCols == 32 ? (row / 2) % 4 : row % 8;
+  return row * kCols + ((chunk ^ flip) * 8 + col % 8);
+}
+
+/// Starts copying a kRows x kCols tile of 16-bit elements from global to swizzled shared memory, 16
+/// bytes a copy, by all kThreads threads of the block. Rows from valid_rows and columns from
+/// valid_cols on are filled with zeros (valid_cols is a multiple of 8). The caller commits and
+/// waits. \param row_stride of the tensor, in elements, a multiple of 8; tile_gmem is 16-byte
+/// aligned
+template <int kRows, int kCols, int kThreads, typename T>
+__device__ __forceinline__ void copy_tile_async(T* tile_smem, const T* tile_gmem,
+                                                int64_t row_stride, int valid_rows,
+                                                int valid_cols) {
+  constexpr int kChunks = kCols / 8;
+  constexpr int kRowStep = kThreads / kChunks;  // rows that the block copies at once
+  static_assert(kThreads % kChunks == 0 && kRows % kRowStep == 0,
+                "every thread copies one chunk of as many rows");
+  static_assert(kRowStep % 8 == 0, "one swizzle serves all rows of a thread");
+  const int row = int(threadIdx.x) / kChunks, col = int(threadIdx.x) % kChunks * 8;
+  const T* from = tile_gmem + row * row_stride + col;
+  T* to = tile_smem + swizzle<kCols>(row, col);
+#pragma unroll
+  for (int r = 0; r < kRows; r += kRowStep) {
+    const bool inside = row + r < valid_rows && col < valid_cols;
+    cp_async_16(to + r * kCols, inside ? from : tile_gmem, inside);
+    from += kRowStep * row_stride;
+  }
+}
+
+}  // namespace flashsteps::inline FLASHSTEPS_TARGET

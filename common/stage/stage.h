@@ -1,0 +1,79 @@
+/// \file
+/// What a stage is, and the registry that finds it. A kernel file ends with FLASHSTEPS_STAGE(...),
+/// and that alone makes the stage known to every program that it is linked into.
+#pragma once
+
+#include <cstdint>
+
+#include "common/attention/problem.h"
+
+namespace flashsteps {
+
+/// Where a kernel runs: on the CPU model of the GPU, or on a card.
+enum class Target { model, cuda };
+
+/// Device pointers of one forward pass. Shapes and strides are the Problem's.
+struct ForwardArgs {
+  const void* Q = nullptr;
+  const void* K = nullptr;
+  const void* V = nullptr;
+  void* O = nullptr;
+  float* L = nullptr;
+  void* workspace[4] = {};  ///< as WorkspaceList orders them
+};
+
+/// An intermediate result that a stage keeps in global memory. It is allocated by the caller.
+struct WorkspaceBuffer {
+  const char* name;  ///< the paper's symbol: "S", "P", "O_acc", "m", "l"
+  DType dtype;
+  int64_t count;  ///< in elements
+};
+
+struct WorkspaceList {
+  int size = 0;
+  WorkspaceBuffer buffer[4] = {};
+};
+
+/// Tile sizes, in rows of Q (Br) and rows of K (Bc). 0 where a stage has no tiles.
+struct Tiles {
+  int Br = 0;
+  int Bc = 0;
+};
+
+/// A CUDA stream; unused by the model.
+using Stream = void*;
+
+/// One stage for one target, as its kernel file registers it.
+struct Stage {
+  const char* id;       ///< "01", "02b"
+  const char* name;     ///< "naive", "b_tensor_cores"
+  const char* summary;  ///< the one idea, in one line
+  Target target;
+  const char* file;  ///< of the kernel, relative to the repository
+  /// Compute capability (major * 10 + minor) that the stage needs, and whether it runs on that
+  /// alone.
+  int min_capability;
+  bool capability_is_exact;
+  Tiles (*tiles)(const Problem&);
+  WorkspaceList (*workspaces)(const Problem&);
+  /// Computes O (and L, where `lse` is null). Launches on `stream` and does not wait.
+  void (*forward)(const Problem&, const ForwardArgs&, Stream);
+  /// For stages whose forward leaves L to the small common kernel: computes L from the workspaces.
+  void (*lse)(const Problem&, const ForwardArgs&, Stream);
+
+  Stage* next;  ///< the registry's list; set on registration
+};
+
+/// Adds a stage to the registry; for FLASHSTEPS_STAGE. Returns its argument.
+Stage* register_stage(Stage* stage);
+
+/// The first registered stage (then Stage::next), in no particular order; common/stage/registry.h
+/// sorts.
+Stage* first_registered_stage();
+
+/// The width of the tile that head_dim is zero-filled to: 64 or 128.
+constexpr int tile_width(int head_dim) {
+  return head_dim <= 64 ? 64 : 128;
+}
+
+}  // namespace flashsteps
