@@ -41,7 +41,7 @@ struct Problem {
   DType dtype = DType::fp16;  ///< of Q, K, V and O
   bool causal = false;        ///< query i sees key j when j <= i + Nk - Nq (bottom-right aligned)
   float scale = 0.f;          ///< S = scale * Q K^T; any finite value
-  Strides q, k, v, o;
+  Strides q{}, k{}, v{}, o{};
 
   /// The KV head that query head h reads (grouped-query attention).
   constexpr int kv_head(int h) const { return h / (heads / kv_heads); }

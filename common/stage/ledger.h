@@ -40,6 +40,7 @@ struct Ledger {
   int64_t tiles_masked = 0;   ///< of these, the ones to which masking code was applied
 
   Ledger& operator+=(const Ledger& other);
+  bool operator==(const Ledger& other) const = default;
   /// Sum over tensors.
   static int64_t total(const BytesByTensor& bytes);
 };

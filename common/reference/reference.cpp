@@ -1,0 +1,165 @@
+#include "common/reference/reference.h"
+
+#include <fmt/format.h>
+
+#include <Eigen/Core>
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+
+#include "common/attention/layout.h"
+#include "common/attention/validate.h"
+#include "common/attention/work.h"
+#include "common/reference/float16.h"
+#include "common/reference/parallel.h"
+
+namespace flashsteps {
+namespace {
+
+using Matrix = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+
+void read_row(const TensorLayout& t, DType type, const std::vector<uint16_t>& bits, int b, int h,
+              int64_t i, double* to) {
+  const uint16_t* from = bits.data() + t.offset(b, h, i);
+  for (int c = 0; c < t.head_dim; ++c) to[c] = from_bits(from[c], type);
+}
+
+Matrix read_head(const TensorLayout& t, DType type, const std::vector<uint16_t>& bits, int b,
+                 int h) {
+  Matrix head(t.seqlen, t.head_dim);
+  for (int i = 0; i < t.seqlen; ++i) read_row(t, type, bits, b, h, i, head.row(i).data());
+  return head;
+}
+
+void require_size(const char* name, size_t given, int64_t needed) {
+  if (given != size_t(needed)) {
+    throw std::invalid_argument(
+        fmt::format("{} holds {} elements; the problem's strides span {}", name, given, needed));
+  }
+}
+
+// One block of rows of one (batch, head).
+class BlockReference {
+ public:
+  BlockReference(const Problem& p, const Inputs& inputs) : p_(p), inputs_(inputs) {}
+
+  // Fills O and L of `count` rows, and says what the bound needs to know.
+  Oracle::Block operator()(int b, int h, const int* rows, int count, double* O_out, double* L_out) {
+    load_kv(b, p_.kv_head(h));
+    Matrix Q(count, p_.head_dim);
+    const TensorLayout q = layout_q(p_);
+    for (int r = 0; r < count; ++r)
+      read_row(q, p_.dtype, inputs_.q, b, h, rows[r], Q.row(r).data());
+
+    Oracle::Block block;
+    Matrix P = double(p_.scale) * (Q * K_.transpose());  // still S
+    for (int r = 0; r < count; ++r) {
+      const int64_t visible = visible_keys(p_, rows[r]);
+      auto S_row = P.row(r).head(visible);
+      P.row(r).tail(p_.seqlen_k - visible).setZero();
+      if (visible == 0) {
+        L_out[r] = -std::numeric_limits<double>::infinity();
+        continue;
+      }
+      block.score_max = std::max(block.score_max, S_row.cwiseAbs().maxCoeff<Eigen::PropagateNaN>());
+      const double m = S_row.maxCoeff<Eigen::PropagateNaN>();
+      S_row = (S_row.array() - m).exp();
+      const double l = S_row.sum();
+      S_row /= l;
+      L_out[r] = m + std::log(l);
+    }
+    Eigen::Map<Matrix> O(O_out, count, p_.head_dim);
+    O.noalias() = P * V_;
+    const auto round = [this](double x) { return round_to(x, p_.dtype); };
+    const Matrix O_rounded_P = P.unaryExpr(round) * V_;
+    const Matrix error = O_rounded_P.unaryExpr(round) - O;
+    if (count > 0) {
+      block.o_max = O.cwiseAbs().maxCoeff<Eigen::PropagateNaN>();
+      block.ref16_error = error.cwiseAbs().maxCoeff<Eigen::PropagateNaN>();
+    }
+    return block;
+  }
+
+ private:
+  // Consecutive blocks mostly share their K and V.
+  void load_kv(int b, int kv_head) {
+    if (b == batch_ && kv_head == kv_head_) return;
+    K_ = read_head(layout_k(p_), p_.dtype, inputs_.k, b, kv_head);
+    V_ = read_head(layout_v(p_), p_.dtype, inputs_.v, b, kv_head);
+    batch_ = b;
+    kv_head_ = kv_head;
+  }
+
+  const Problem& p_;
+  const Inputs& inputs_;
+  int batch_ = -1, kv_head_ = -1;
+  Matrix K_, V_;
+};
+
+}  // namespace
+
+std::vector<int> all_rows(const Problem& p) {
+  std::vector<int> rows(size_t(p.seqlen_q));
+  std::iota(rows.begin(), rows.end(), 0);
+  return rows;
+}
+
+std::vector<int> sampled_rows(const Problem& p, int count, uint64_t seed) {
+  if (count >= p.seqlen_q) return all_rows(p);
+  std::mt19937_64 random(seed);
+  std::vector<int> rows(size_t(std::max(count, 0)));
+  for (int64_t part = 0; part < count; ++part) {
+    const int64_t begin = part * p.seqlen_q / count, end = (part + 1) * p.seqlen_q / count;
+    rows[part] = int(begin + int64_t(random() % uint64_t(end - begin)));
+  }
+  return rows;
+}
+
+std::vector<int> affordable_rows(const Problem& p, uint64_t seed) {
+  constexpr double kBudget = 1e10;  // FLOPs
+  // Three products of a row with all keys: Q K^T, P V and ref16's P V.
+  const double row = 6.0 * double(p.batch_heads()) * p.head_dim * std::max(p.seqlen_k, 1);
+  const double rows = kBudget / row;
+  if (rows >= p.seqlen_q) return all_rows(p);
+  return sampled_rows(p, std::max(int(rows) / kBlockRows, 1) * kBlockRows, seed);
+}
+
+Oracle make_oracle(const Problem& p, const Inputs& inputs, std::vector<int> rows) {
+  validate(p);
+  require_size("Q", inputs.q.size(), layout_q(p).extent());
+  require_size("K", inputs.k.size(), layout_k(p).extent());
+  require_size("V", inputs.v.size(), layout_v(p).extent());
+  const bool ascending =
+      std::adjacent_find(rows.begin(), rows.end(), std::greater_equal<>()) == rows.end();
+  if (!rows.empty() && (!ascending || rows.front() < 0 || rows.back() >= p.seqlen_q)) {
+    throw std::invalid_argument(
+        fmt::format("the rows to check must ascend within [0, seqlen_q = {})", p.seqlen_q));
+  }
+  Oracle oracle;
+  oracle.rows = std::move(rows);
+  const int64_t rows_per_head = int64_t(oracle.rows.size());
+  const int64_t blocks_per_head = oracle.blocks_per_head();
+  oracle.O.resize(size_t(p.batch_heads() * rows_per_head * p.head_dim));
+  oracle.L.resize(size_t(p.batch_heads() * rows_per_head));
+  oracle.blocks.resize(size_t(p.batch_heads() * blocks_per_head));
+
+  parallel_for(int64_t(oracle.blocks.size()), [&](int64_t begin, int64_t end) {
+    BlockReference reference(p, inputs);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t head = i / blocks_per_head;
+      const int64_t first = i % blocks_per_head * kBlockRows;
+      const int count = int(std::min<int64_t>(kBlockRows, rows_per_head - first));
+      const int64_t row = head * rows_per_head + first;
+      oracle.blocks[i] =
+          reference(int(head / p.heads), int(head % p.heads), oracle.rows.data() + first, count,
+                    oracle.O.data() + row * p.head_dim, oracle.L.data() + row);
+    }
+  });
+  return oracle;
+}
+
+}  // namespace flashsteps
