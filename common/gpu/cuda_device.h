@@ -33,8 +33,15 @@ constexpr unsigned kFullMask = 0xffffffffu;
 using fp16_t = __half;
 using bf16_t = __nv_bfloat16;
 
-// --- 16-bit types
-// ---------------------------------------------------------------------------------------
+/// threadIdx.x, read anew. The compiler cannot keep what follows from it in registers across a loop:
+/// what is cheap to compute again is then computed again, where registers are short.
+__device__ __forceinline__ int fresh_thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
+// --- 16-bit types ---
 
 __device__ __forceinline__ float to_float(fp16_t x) {
   return __half2float(x);
@@ -65,8 +72,7 @@ __device__ __forceinline__ uint32_t pack2(float lo, float hi) {
   return packed;
 }
 
-// --- counted arithmetic
-// ---------------------------------------------------------------------------------
+// --- counted arithmetic ---
 
 /// 2^x; 0 for -inf.
 __device__ __forceinline__ float fast_exp2(float x) {
@@ -90,8 +96,7 @@ __device__ __forceinline__ float divide(float a, float b) {
   return __fdividef(a, b);
 }
 
-// --- dynamic shared memory
-// ------------------------------------------------------------------------------
+// --- dynamic shared memory ---
 
 /// The dynamic shared memory of the block, 128-byte aligned.
 template <typename T>
@@ -114,8 +119,7 @@ class SharedMemory {
   int used_ = 0;
 };
 
-// --- tensor cores
-// ---------------------------------------------------------------------------------------
+// --- tensor cores ---
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -149,14 +153,14 @@ template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
   if constexpr (std::is_same_v<T, fp16_t>) {
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   } else {
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -165,8 +169,7 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
   }
 }
 
-// --- asynchronous copies
-// --------------------------------------------------------------------------------
+// --- asynchronous copies ---
 
 /// Starts copying 16 bytes from global to shared memory, past the registers; zeros instead where
 /// `fetch` is false (global memory is then not touched). Both addresses are 16-byte aligned.
@@ -189,8 +192,7 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// --- the ledger, and what mutants switch off
-// ----------------------------------------------------------------
+// --- the ledger, and what mutants switch off ---
 
 /// Marks that the block starts on a tile of keys, and whether it masks it. Counted by the model.
 __device__ __forceinline__ void note_tile(bool /*masked*/) {}
@@ -201,8 +203,7 @@ __device__ __forceinline__ bool mask_if(bool condition) {
   return condition;
 }
 
-// --- launch
-// ---------------------------------------------------------------------------------------------
+// --- launch ---
 
 /// Where and how a kernel runs.
 struct LaunchConfig {

@@ -47,7 +47,8 @@ __device__ __forceinline__ void copy_tile_async(T* tile_smem, const T* tile_gmem
   static_assert(kThreads % kChunks == 0 && kRows % kRowStep == 0,
                 "every thread copies one chunk of as many rows");
   static_assert(kRowStep % 8 == 0, "one swizzle serves all rows of a thread");
-  const int row = int(threadIdx.x) / kChunks, col = int(threadIdx.x) % kChunks * 8;
+  const int thread = fresh_thread_index();
+  const int row = thread / kChunks, col = thread % kChunks * 8;
   const T* from = tile_gmem + row * row_stride + col;
   T* to = tile_smem + swizzle<kCols>(row, col);
 #pragma unroll
