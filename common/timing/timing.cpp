@@ -1,0 +1,32 @@
+// A build without CUDA measures nothing, and says so.
+#include "common/timing/timing.h"
+
+#ifndef FLASHSTEPS_HAS_CUDA
+
+#include "common/gpu/cuda_support.h"
+
+namespace flashsteps {
+
+namespace {
+[[noreturn]] void refuse() {
+  throw DeviceError(std::string("timing needs a card: ") + why_no_cuda());
+}
+}  // namespace
+
+TimeResult time_forward(Device&, const Stage&, const Problem&, const TimingOptions&) {
+  refuse();
+}
+std::optional<TimeResult> time_lse(Device&, const Stage&, const Problem&, const TimingOptions&) {
+  refuse();
+}
+InterleavedResult time_forward_interleaved(Device&, const std::vector<const Stage*>&,
+                                           const Problem&, const TimingOptions&) {
+  refuse();
+}
+Ceilings measure_ceilings(Device&, const TimingOptions&) {
+  refuse();
+}
+
+}  // namespace flashsteps
+
+#endif
