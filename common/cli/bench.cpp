@@ -1,0 +1,308 @@
+// The commands that measure: bench, and ladder, which measures what the device can (times on a
+// card, counts on the model).
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "common/attention/work.h"
+#include "common/cli/commands.h"
+#include "common/cli/session.h"
+#include "common/cli/table.h"
+#include "common/gpu/cuda_support.h"
+#include "common/stage/ledger_json.h"
+#include "common/timing/timing.h"
+
+namespace flashsteps::cli {
+namespace {
+
+using Align = Table::Align;
+
+std::string ms_cell(double ms) {
+  return fmt::format("{:.4g}", ms);
+}
+
+std::string share_cell(double tflops, const Ceilings& ceilings) {
+  return ceilings.matmul_tflops ? fmt::format("{:.1f} %", 100 * tflops / *ceilings.matmul_tflops)
+                                : "-";
+}
+
+void print_ceilings(const Ceilings& ceilings) {
+  if (ceilings.copy_tb_per_s) print("ceiling  copy {:.2f} TB/s", *ceilings.copy_tb_per_s);
+  if (ceilings.matmul_tflops) {
+    print(", bf16 product {:.0f} TFLOP/s by {}\n", *ceilings.matmul_tflops, ceilings.matmul_source);
+  } else {
+    print(", no product: {}\n", ceilings.matmul_source);
+  }
+}
+
+// What must be said below a stage's row.
+void add_time_notes(Table& table, const Problem& p, const TimeResult& time,
+                    const Ceilings& ceilings) {
+  const std::string above = above_ceiling_note(forward_tflops(p, time.median_ms), ceilings);
+  if (!above.empty()) table.add_note(above);
+  if (time.host_bound)
+    table.add_note("the host could not queue launches fast enough; its cost may be in the time");
+}
+
+OpenedDevice open_card(const Options& options) {
+  OpenedDevice device = open_device(options);
+  if (device.info.target == Target::model) {
+    throw DeviceError(
+        "what runs on the CPU model is not timed; count shows what it moves and computes" +
+        (device.why.empty() ? "" : " (" + device.why + ")"));
+  }
+  return device;
+}
+
+// Times the selected stages on one problem, prints a table, and returns the report's "stages".
+Json time_stages(const Options& options, OpenedDevice& device, const Problem& p,
+                 const Ceilings& ceilings, Selection& selection, Progress& progress) {
+  Json stages = Json::array();
+  Table table({{"stage", Align::left},
+               {"name", Align::left},
+               {"ms"},
+               {"p10"},
+               {"p90"},
+               {"TFLOP/s"},
+               {"of ceiling"},
+               {"ms for L"}});
+  for (const Stage* stage : selection.stages) {
+    progress.say(fmt::format("timing {} {}", stage->id, stage->name));
+    TimeResult time;
+    std::optional<TimeResult> lse;
+    try {
+      time = time_forward(*device.device, *stage, p, {.seed = options.seed});
+      lse = time_lse(*device.device, *stage, p, {.seed = options.seed});
+    } catch (const DeviceFault&) {
+      throw;
+    } catch (const DeviceError& error) {
+      if (options.stages != "all") throw;
+      selection.left_out.push_back({stage->id, error.what()});
+      continue;
+    }
+    const double tflops = forward_tflops(p, time.median_ms);
+    table.add({stage->id, stage->name, ms_cell(time.median_ms), ms_cell(time.p10_ms),
+               ms_cell(time.p90_ms), fmt::format("{:.1f}", tflops), share_cell(tflops, ceilings),
+               lse ? ms_cell(lse->median_ms) : "-"});
+    add_time_notes(table, p, time, ceilings);
+    Json json = stage_json(*stage, p);
+    json["time"] = time_json(p, time, ceilings);
+    if (lse)
+      json["lse_time"] = {
+          {"median_ms", lse->median_ms}, {"p10_ms", lse->p10_ms}, {"p90_ms", lse->p90_ms}};
+    stages.push_back(json);
+  }
+  progress.clear();
+  print_problem(options, p, false);
+  print("{}", table.str());
+  print_left_out(selection);
+  return stages;
+}
+
+// Stages that keep S in global memory (01 to 03) would need too much of it.
+bool stores_scores(const Stage& stage, const Problem& p) {
+  const WorkspaceList list = stage.workspaces(p);
+  return std::any_of(list.buffer, list.buffer + list.size, [](const WorkspaceBuffer& buffer) {
+    return std::string_view(buffer.name) == "S";
+  });
+}
+
+// The setting in which FlashAttention's papers time: batch * seqlen = 16384, heads * head_dim =
+// 2048.
+int bench_sweep(const Options& options, OpenedDevice& device, const Ceilings& ceilings,
+                Json report) {
+  constexpr int kTokens = 16384, kLongestStored = 4096;
+  Progress progress;
+  std::vector<int> head_dims = {64, 128};
+  if (options.head_dim) head_dims = {*options.head_dim};
+  std::vector<bool> masks = {false, true};
+  if (options.causal) masks = {true};
+  report["sweep"] = Json::array();
+  for (const int head_dim : head_dims) {
+    for (const bool causal : masks) {
+      for (int seqlen = 512; seqlen <= kTokens; seqlen *= 2) {
+        Options cell = options;
+        cell.head_dim = head_dim;
+        cell.causal = causal;
+        cell.heads = kSweepWidth / head_dim;
+        cell.batch = kTokens / seqlen;
+        cell.seqlen_q = cell.seqlen_k = seqlen;
+        cell.dtype = options.dtype.value_or(DType::bf16);
+        const Problem p = problem_for(cell, Target::cuda);
+        Selection selection = select(cell, p, device.info);
+        std::erase_if(selection.stages, [&](const Stage* stage) {
+          return seqlen > kLongestStored && stores_scores(*stage, p);
+        });
+        if (selection.stages.empty()) continue;
+        Json json = {{"problem", problem_json(cell, p, false)}};
+        print("\n");
+        json["stages"] = time_stages(cell, device, p, ceilings, selection, progress);
+        add_left_out(selection, json);
+        report["sweep"].push_back(json);
+      }
+    }
+  }
+  write_report(options, report);
+  return 0;
+}
+
+// One table of what the model counted, in units that a person compares.
+int ladder_on_model(const Options& options, const Problem& p, const std::vector<StageRun>& runs,
+                    const Yardstick& yardstick, const Selection& selection, Json report) {
+  Table table({{"stage", Align::left},
+               {"name", Align::left},
+               {"check", Align::left},
+               {"read"},
+               {"written"},
+               {"shared"},
+               {"conflicts"},
+               {"barriers"},
+               {"MMA FLOPs"},
+               {"exp"},
+               {"div"},
+               {"blocks"}});
+  bool all_ok = true;
+  for (const StageRun& run : runs) {
+    const Verdict verdict = judge(p, yardstick, run);
+    all_ok &= verdict.ok();
+    std::vector<std::string> row = {run.stage->id, run.stage->name, verdict.ok() ? "ok" : "FAILED"};
+    Json json = stage_json(*run.stage, p);
+    add_verdict(verdict, json);
+    if (run.run && run.run->ledger) {
+      const Ledger& ledger = *run.run->ledger;
+      for (std::string cell : {human_bytes(Ledger::total(ledger.global_read)),
+                               human_bytes(Ledger::total(ledger.global_written)),
+                               human_bytes(ledger.shared_read + ledger.shared_written),
+                               human_count(ledger.bank_conflicts), human_count(ledger.barriers),
+                               human_count(ledger.mma_flops), human_count(ledger.exp),
+                               human_count(ledger.div), human_count(ledger.grid_blocks)}) {
+        row.push_back(std::move(cell));
+      }
+      json["counts"] = ledger;
+      if (run.run->lse_ledger) json["lse_counts"] = *run.run->lse_ledger;
+    }
+    table.add(row);
+    if (!verdict.ok()) table.add_note(verdict.describe());
+    report["stages"].push_back(json);
+  }
+  write_report(options, report);
+  print("{}", table.str());
+  print(
+      "\nread, written: bytes of global memory that threads asked for; shared: bytes of shared "
+      "memory, both ways.\n"
+      "The kernel that computes L for the first stages is not in these counts. What runs on the "
+      "model is not timed.\n");
+  print_left_out(selection);
+  return all_ok ? 0 : 1;
+}
+
+int ladder_on_card(const Options& options, OpenedDevice& device, const Problem& p,
+                   const std::vector<StageRun>& runs, const Yardstick& yardstick,
+                   const Selection& selection, Json report, Progress& progress) {
+  bool all_ok = true;
+  std::vector<Verdict> verdicts;
+  std::vector<const Stage*> timed;  // not after a fault: the card then does nothing more
+  bool fault = false;
+  for (const StageRun& run : runs) {
+    verdicts.push_back(judge(p, yardstick, run));
+    all_ok &= verdicts.back().ok();
+    fault |= !run.run;
+    timed.push_back(run.stage);
+  }
+  if (fault || forward_flops(p) == 0) timed.clear();
+  Ceilings ceilings;
+  InterleavedResult times;
+  if (!timed.empty()) {
+    progress.say("timing all stages in turn");
+    ceilings = measure_ceilings(*device.device, {.seed = options.seed});
+    times = time_forward_interleaved(*device.device, timed, p, {.seed = options.seed});
+    progress.clear();
+    report["ceilings"] = ceilings_json(ceilings);
+    print_ceilings(ceilings);
+  }
+  Table table({{"stage", Align::left},
+               {"name", Align::left},
+               {"check", Align::left},
+               {"ms"},
+               {"p10"},
+               {"p90"},
+               {"TFLOP/s"},
+               {"of ceiling"},
+               {"x the one before"}});
+  for (size_t i = 0; i < runs.size(); ++i) {
+    std::vector<std::string> row = {runs[i].stage->id, runs[i].stage->name,
+                                    verdicts[i].ok() ? "ok" : "FAILED"};
+    Json json = stage_json(*runs[i].stage, p);
+    add_verdict(verdicts[i], json);
+    if (!timed.empty()) {
+      const TimeResult& time = times.time[i];
+      const double tflops = forward_tflops(p, time.median_ms);
+      for (std::string cell :
+           {ms_cell(time.median_ms), ms_cell(time.p10_ms), ms_cell(time.p90_ms),
+            fmt::format("{:.1f}", tflops), share_cell(tflops, ceilings),
+            i == 0 ? std::string() : fmt::format("{:.2f}", times.speedup(i, i - 1))}) {
+        row.push_back(std::move(cell));
+      }
+      json["time"] = time_json(p, time, ceilings);
+      if (i > 0) json["time"]["speedup_over_previous"] = times.speedup(i, i - 1);
+    }
+    table.add(row);
+    if (!verdicts[i].ok()) table.add_note(verdicts[i].describe());
+    if (!timed.empty()) add_time_notes(table, p, times.time[i], ceilings);
+    report["stages"].push_back(json);
+  }
+  write_report(options, report);
+  print("\n{}", table.str());
+  print_left_out(selection);
+  return all_ok ? 0 : 1;
+}
+
+}  // namespace
+
+int bench(const Options& options) {
+  OpenedDevice device = open_card(options);
+  std::optional<Selection> selection;
+  const Problem p = problem_for(options, device.info.target);
+  if (!options.sweep) selection = select(options, p, device.info);
+  Progress progress;
+  progress.say("measuring the ceilings");
+  const Ceilings ceilings = measure_ceilings(*device.device, {.seed = options.seed});
+  progress.clear();
+  Json report = new_report(device);
+  report["ceilings"] = ceilings_json(ceilings);
+  print_device(device);
+  print_ceilings(ceilings);
+  if (options.sweep) return bench_sweep(options, device, ceilings, std::move(report));
+
+  report["problem"] = problem_json(options, p, false);
+  report["stages"] = time_stages(options, device, p, ceilings, *selection, progress);
+  add_left_out(*selection, report);
+  write_report(options, report);
+  return 0;
+}
+
+int ladder(const Options& options) {
+  OpenedDevice device = open_device(options);
+  const Task task = make_task(options, device.info.target);
+  const Problem& p = task.problem;
+  Selection selection = select(options, p, device.info);
+  Progress progress;
+  progress.say("computing the reference");
+  const Yardstick yardstick = make_yardstick(options, task);
+  const std::vector<StageRun> runs = run_stages(options, device, task, selection, progress);
+
+  Json report = new_report(device);
+  report["problem"] = problem_json(options, p, true);
+  report["stages"] = Json::array();
+  add_left_out(selection, report);
+  print_device(device);
+  print_problem(options, p, true);
+  print_yardstick(p, yardstick);
+  if (device.info.target == Target::model) {
+    return ladder_on_model(options, p, runs, yardstick, selection, std::move(report));
+  }
+  return ladder_on_card(options, device, p, runs, yardstick, selection, std::move(report),
+                        progress);
+}
+
+}  // namespace flashsteps::cli

@@ -1,0 +1,30 @@
+# Writes the commit of SOURCE_DIR into OUTPUT, at each build; touches it only when it changes. Takes no lock of git's.
+set(ENV{GIT_OPTIONAL_LOCKS} 0)
+function(git out)
+  execute_process(COMMAND git -C ${SOURCE_DIR} ${ARGN}
+    OUTPUT_VARIABLE output OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET RESULT_VARIABLE failed)
+  if(failed)
+    set(output "")
+  endif()
+  set(${out} "${output}" PARENT_SCOPE)
+endfunction()
+
+git(commit rev-parse --verify HEAD)
+git(changes status --porcelain --untracked-files=no)
+git(top rev-parse --show-toplevel)
+file(REAL_PATH ${SOURCE_DIR} source)
+if(NOT top STREQUAL source)
+  # An archive of the sources that lies inside another repository: that one's commit is not ours.
+  set(commit "")
+elseif(changes)
+  string(APPEND commit "-dirty")
+endif()
+
+set(text "#define FLASHSTEPS_COMMIT \"${commit}\"\n")
+set(old "")
+if(EXISTS ${OUTPUT})
+  file(READ ${OUTPUT} old)
+endif()
+if(NOT old STREQUAL text)
+  file(WRITE ${OUTPUT} "${text}")
+endif()

@@ -1,0 +1,274 @@
+#include "common/cli/options.h"
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <charconv>
+#include <cmath>
+#include <functional>
+#include <iostream>
+#include <stdexcept>
+#include <string_view>
+
+#include "common/attention/validate.h"
+#include "common/reference/file.h"
+#include "common/stage/registry.h"
+
+namespace flashsteps::cli {
+namespace {
+
+[[noreturn]] void refuse(std::string_view option, std::string_view given,
+                         std::string_view allowed) {
+  throw std::invalid_argument(fmt::format("{} is '{}'; allowed: {}", option, given, allowed));
+}
+
+template <typename T>
+T parse_number(const char* option, const std::string& text, T least, T most,
+               const std::string& allowed) {
+  T value{};
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || stop != end || !(value >= least && value <= most))
+    refuse(option, text, allowed);
+  return value;
+}
+
+int parse_int(const char* option, const std::string& text, int least, int most) {
+  return parse_number(option, text, least, most,
+                      fmt::format("whole numbers from {} to {}", least, most));
+}
+
+/// One of several named values.
+template <typename T, size_t N>
+T parse_name(const char* option, const std::string& text, const T (&values)[N]) {
+  std::string allowed;
+  for (const T& value : values) {
+    if (text == name_of(value)) return value;
+    allowed += fmt::format("{}{}", allowed.empty() ? "" : ", ", name_of(value));
+  }
+  refuse(option, text, allowed);
+}
+
+void add_common_options(CLI::App& app, Options& options) {
+  using Text = const std::string&;
+  constexpr int kMaxInt = 2147483647;
+  app.add_option_function<std::string>(
+         "--stage",
+         [&](Text text) {
+           try {
+             select_stages(text);
+           } catch (const std::invalid_argument& error) {
+             throw std::invalid_argument(fmt::format("--stage is '{}': {}", text, error.what()));
+           }
+           options.stages = text;
+         },
+         "stages, as in 05 or 02a,03 or all (the default); 02 means its last step")
+      ->type_name("LIST");
+  const auto integer = [&](const char* name, std::optional<int>& to, int least, int most,
+                           const char* help) {
+    return app
+        .add_option_function<std::string>(
+            name, [&to, name, least, most](Text text) { to = parse_int(name, text, least, most); },
+            help)
+        ->type_name("N");
+  };
+  integer("--batch", options.batch, 1, kMaxInt, "batch size");
+  integer("--heads", options.heads, 1, kMaxInt, "query heads");
+  integer("--kv-heads", options.kv_heads, 1, kMaxInt,
+          "key and value heads, a divisor of heads (default: heads)");
+  CLI::Option* seqlen_q = integer("--seqlen-q", options.seqlen_q, 0, kMaxSeqlen, "queries");
+  CLI::Option* seqlen_k = integer("--seqlen-k", options.seqlen_k, 0, kMaxSeqlen, "keys");
+  app.add_option_function<std::string>(
+         "--seqlen",
+         [&](Text text) {
+           options.seqlen_q = options.seqlen_k = parse_int("--seqlen", text, 0, kMaxSeqlen);
+         },
+         "queries and keys")
+      ->type_name("N")
+      ->excludes(seqlen_q)
+      ->excludes(seqlen_k);
+  app.add_option_function<std::string>(
+         "--head-dim",
+         [&](Text text) {
+           options.head_dim = parse_int("--head-dim", text, 8, 128);
+           if (*options.head_dim % 8 != 0)
+             refuse("--head-dim", text, "multiples of 8 from 8 to 128");
+         },
+         "a multiple of 8 from 8 to 128")
+      ->type_name("N");
+  app.add_option_function<std::string>(
+         "--dtype",
+         [&](Text text) {
+           options.dtype = parse_name("--dtype", text, {DType::fp16, DType::bf16});
+         },
+         "fp16 (the default) or bf16")
+      ->type_name("TYPE");
+  app.add_flag("--causal", options.causal, "query i sees key j when j <= i + seqlen_k - seqlen_q");
+  app.add_option_function<std::string>(
+         "--scale",
+         [&](Text text) {
+           const std::string allowed = "any finite number";
+           constexpr double kMaxFloat = std::numeric_limits<float>::max();
+           options.scale =
+               float(parse_number<double>("--scale", text, -kMaxFloat, kMaxFloat, allowed));
+         },
+         "factor on Q K^T (default: 1/sqrt(head_dim))")
+      ->type_name("X");
+  app.add_option_function<std::string>(
+         "--layout",
+         [&](Text text) {
+           options.layout = parse_name("--layout", text, {Layout::bhsd, Layout::bshd});
+         },
+         "axes of Q, K, V, O in memory and in files: bhsd (batch, heads, seqlen, head_dim; the "
+         "default) or bshd")
+      ->type_name("AXES");
+  app.add_option_function<std::string>(
+         "--input",
+         [&](Text text) {
+           options.input = parse_name("--input", text, kInputKinds);
+           options.input_given = true;
+         },
+         "kind of random inputs: normal, moving_max (the default), large_logits, outlier_channels, "
+         "uniform")
+      ->type_name("KIND");
+  app.add_option_function<std::string>(
+         "--seed",
+         [&](Text text) {
+           options.seed = parse_number<uint64_t>("--seed", text, 0, ~uint64_t{0},
+                                                 "whole numbers from 0 to 2^64 - 1");
+         },
+         "of the inputs, and of the model's scheduler (default: 1)")
+      ->type_name("N");
+  app.add_option_function<std::string>(
+         "--device",
+         [&](Text text) {
+           options.device = parse_name("--device", text, {Target::model, Target::cuda});
+         },
+         "model or cuda (default: cuda where there is a usable card)")
+      ->type_name("DEVICE");
+}
+
+void add_path(CLI::App& app, const char* name, std::optional<std::filesystem::path>& to,
+              bool written, const char* help) {
+  app.add_option_function<std::string>(
+         name,
+         [&to, name, written](const std::string& text) {
+           if (written) require_writable(name, text);
+           if (text.empty()) refuse(name, text, "the name of a file");
+           to = text;
+         },
+         help)
+      ->type_name("FILE");
+}
+
+void add_input_files(CLI::App& app, Options& options) {
+  add_path(app, "--q", options.q, false,
+           "Q from a .npy file (float16 or float32), with --k and --v");
+  add_path(app, "--k", options.k, false, "K likewise");
+  add_path(app, "--v", options.v, false, "V likewise");
+}
+
+void require_consistent(const Options& options) {
+  const int files = options.q.has_value() + options.k.has_value() + options.v.has_value();
+  if (files != 0 && files != 3)
+    throw std::invalid_argument("--q, --k and --v are given together or not at all");
+  if (files == 3 && options.input_given)
+    throw std::invalid_argument("--input has no meaning beside --q, --k and --v");
+  if (files == 0 && (options.expect_o || options.expect_lse)) {
+    throw std::invalid_argument(
+        "--expect-o and --expect-lse belong to given tensors; --q, --k and --v are missing");
+  }
+  if (options.out || options.lse) {
+    const size_t stages = select_stages(options.stages).size();
+    if (stages != 1) {
+      throw std::invalid_argument(fmt::format(
+          "--out and --lse write one stage's result; --stage {} means {}", options.stages, stages));
+    }
+  }
+  const std::pair<const char*, const std::optional<std::filesystem::path>*> written[] = {
+      {"--json", &options.json}, {"--out", &options.out}, {"--lse", &options.lse}};
+  for (const auto& [name, path] : written) {
+    for (const auto& [other_name, other] : written) {
+      if (path < other && *path && *other && **path == **other) {
+        throw std::invalid_argument(
+            fmt::format("{} and {} name the same file {}", name, other_name, (*path)->string()));
+      }
+    }
+  }
+  const bool shape_given =
+      options.batch || options.heads || options.kv_heads || options.seqlen_q || options.seqlen_k;
+  if (options.sweep && shape_given) {
+    throw std::invalid_argument(
+        "--sweep sets batch, heads and lengths itself; leave out those options");
+  }
+  if (options.sweep && options.head_dim && kSweepWidth % *options.head_dim != 0) {
+    refuse("--head-dim", std::to_string(*options.head_dim),
+           fmt::format("with --sweep, divisors of {}", kSweepWidth));
+  }
+}
+
+std::string one_line(std::string text) {
+  while (!text.empty() && text.back() == '\n') text.pop_back();
+  for (char& c : text) {
+    if (c == '\n') c = ' ';
+  }
+  return text;
+}
+
+}  // namespace
+
+std::optional<Options> parse(int argc, char** argv) {
+  Options options;
+  CLI::App app(
+      "FlashAttention-2, step by step: checks, counts and times the stages of the ladder.\n"
+      "Exit status: 0 all right, 1 a check failed, 2 bad input, 3 the device cannot do it.");
+  app.require_subcommand(0, 1);
+  const auto subcommand = [&](Command command, const char* name, const char* help) {
+    CLI::App* sub = app.add_subcommand(name, help);
+    add_common_options(*sub, options);
+    add_path(*sub, "--json", options.json, true, "also writes the results to this file as JSON");
+    sub->callback([&options, command] { options.command = command; });
+    return sub;
+  };
+  subcommand(Command::list, "list", "shows the stages, and what each needs");
+  CLI::App* check =
+      subcommand(Command::check, "check", "compares each stage with Eigen in double precision");
+  CLI::App* count = subcommand(Command::count, "count",
+                               "counts what each stage moves and computes (on the model)");
+  CLI::App* bench = subcommand(Command::bench, "bench", "times each stage (on a card)");
+  CLI::App* ladder =
+      subcommand(Command::ladder, "ladder",
+                 "checks every stage, and counts (model) or times (card) it: one table");
+
+  for (CLI::App* sub : {check, count, ladder}) add_input_files(*sub, options);
+  for (CLI::App* sub : {check, ladder}) {
+    add_path(*sub, "--expect-o", options.expect_o, false, "also compares O with this .npy file");
+    add_path(*sub, "--expect-lse", options.expect_lse, false,
+             "also compares L with this .npy file");
+  }
+  add_path(*check, "--out", options.out, true,
+           "writes O of the one stage as .npy: float16, or float32 for bf16, which .npy has no "
+           "name for");
+  add_path(*check, "--lse", options.lse, true, "writes L of the one stage as .npy (float32)");
+  bench->add_flag(
+      "--sweep", options.sweep,
+      "seqlen 512 to 16384 with batch * seqlen = 16384 and heads * head_dim = 2048, bf16; head_dim "
+      "64 and "
+      "128, without and with the causal mask, unless given. Stages that store S stop at 4096");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& help) {
+    app.exit(help);
+    return std::nullopt;
+  } catch (const CLI::ParseError& error) {
+    throw std::invalid_argument(one_line(error.what()) + " (--help shows what is allowed)");
+  }
+  if (app.get_subcommands().empty()) {
+    throw std::invalid_argument(
+        "a command is missing; allowed: list, check, count, bench, ladder (or --help)");
+  }
+  require_consistent(options);
+  return options;
+}
+
+}  // namespace flashsteps::cli

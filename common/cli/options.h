@@ -1,0 +1,48 @@
+/// \file
+/// What a person typed, parsed and in range.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+
+#include "common/attention/layout.h"
+#include "common/attention/problem.h"
+#include "common/reference/inputs.h"
+#include "common/stage/stage.h"
+
+namespace flashsteps::cli {
+
+enum class Command { list, check, count, bench, ladder };
+
+struct Options {
+  Command command = Command::list;
+  std::string stages = "all";
+  std::optional<Target> device;
+
+  // The problem; what is not given gets a default that depends on the command and the device.
+  std::optional<int> batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim;
+  std::optional<DType> dtype;
+  std::optional<float> scale;
+  bool causal = false;
+  Layout layout = Layout::bhsd;
+
+  InputKind input = InputKind::moving_max;
+  bool input_given = false;
+  uint64_t seed = 1;  ///< of the inputs, and of the model's scheduler
+  std::optional<std::filesystem::path> q, k, v, expect_o, expect_lse;
+
+  std::optional<std::filesystem::path> json, out, lse;
+  bool sweep = false;
+};
+
+/// heads * head_dim of bench --sweep, as in FlashAttention's papers.
+inline constexpr int kSweepWidth = 2048;
+
+/// Parses the command line. Prints and returns nothing where help was asked for.
+///
+/// \throws std::invalid_argument with one line
+std::optional<Options> parse(int argc, char** argv);
+
+}  // namespace flashsteps::cli

@@ -1,0 +1,179 @@
+#include "common/cli/report.h"
+
+#include <set>
+
+#include "common/attention/work.h"
+#include "common/cli/commit.h"
+#include "common/cli/table.h"
+#include "common/gpu/cuda_support.h"
+#include "common/reference/file.h"
+#include "common/stage/ledger_json.h"
+#include "common/stage/registry.h"
+
+namespace flashsteps::cli {
+Json new_report(const OpenedDevice& device) {
+  const DeviceInfo& info = device.info;
+  Json json_device = {{"target", name_of(info.target)},
+                      {"name", info.name},
+                      {"capability", capability_name(info.capability)}};
+  if (info.multiprocessors > 0) json_device["multiprocessors"] = info.multiprocessors;
+  if (info.shared_memory_per_block > 0)
+    json_device["shared_memory_per_block"] = info.shared_memory_per_block;
+  if (info.target == Target::cuda) {
+    json_device["memory_bytes"] = info.memory_bytes;
+    json_device["driver"] = info.driver;
+    json_device["runtime"] = info.runtime;
+  }
+  Json report = {{"device", json_device}};
+  if (const std::string commit = build_commit(); !commit.empty()) report["commit"] = commit;
+  return report;
+}
+
+Json problem_json(const Options& options, const Problem& p, bool has_inputs) {
+  Json json = {{"batch", p.batch},
+               {"heads", p.heads},
+               {"kv_heads", p.kv_heads},
+               {"seqlen_q", p.seqlen_q},
+               {"seqlen_k", p.seqlen_k},
+               {"head_dim", p.head_dim},
+               {"dtype", name_of(p.dtype)},
+               {"causal", p.causal},
+               {"scale", p.scale},
+               {"layout", name_of(options.layout)},
+               {"visible_pairs", visible_pairs(p)},
+               {"flops", forward_flops(p)}};
+  if (has_inputs && options.q) {
+    json["q"] = options.q->string();
+    json["k"] = options.k->string();
+    json["v"] = options.v->string();
+  } else if (has_inputs) {
+    json["input"] = name_of(options.input);
+    json["seed"] = options.seed;
+  }
+  return json;
+}
+
+Json stage_json(const Stage& stage, const Problem& p) {
+  Json json = {{"stage", stage.id}, {"name", stage.name}};
+  if (const Tiles tiles = stage.tiles(p); tiles.Br > 0)
+    json["tiles"] = {{"Br", tiles.Br}, {"Bc", tiles.Bc}};
+  return json;
+}
+
+Json check_json(const Comparison& c) {
+  Json json = {{"ok", c.ok},
+               {"max_abs_err", c.max_abs_error},
+               {"bound", c.bound},
+               {"lse_max_abs_err", c.lse_max_abs_error},
+               {"lse_bound", c.lse_bound},
+               {"rows", c.rows_checked}};
+  if (!c.ok) json["error"] = c.describe();
+  return json;
+}
+
+Json time_json(const Problem& p, const TimeResult& time, const Ceilings& ceilings) {
+  const double tflops = forward_tflops(p, time.median_ms);
+  Json json = {{"median_ms", time.median_ms},
+               {"p10_ms", time.p10_ms},
+               {"p90_ms", time.p90_ms},
+               {"reps", time.reps},
+               {"tflops", tflops}};
+  if (ceilings.matmul_tflops) json["percent_of_ceiling"] = 100 * tflops / *ceilings.matmul_tflops;
+  if (time.host_bound) json["host_bound"] = true;
+  return json;
+}
+
+Json ceilings_json(const Ceilings& ceilings) {
+  Json json = Json::object();
+  if (ceilings.copy_tb_per_s) json["copy_tb_per_s"] = *ceilings.copy_tb_per_s;
+  if (ceilings.matmul_tflops) json["matmul_tflops"] = *ceilings.matmul_tflops;
+  json["matmul_source"] = ceilings.matmul_source;
+  return json;
+}
+
+void write_report(const Options& options, const Json& report) {
+  if (options.json) write_file(*options.json, {report.dump(2), "\n"});
+}
+
+void print_device(const OpenedDevice& device) {
+  const DeviceInfo& info = device.info;
+  std::string details = fmt::format("capability {}", capability_name(info.capability));
+  if (info.multiprocessors > 0) details += fmt::format(", {} SMs", info.multiprocessors);
+  if (!info.driver.empty())
+    details += fmt::format(", driver {}, runtime {}", info.driver, info.runtime);
+  print("device   {} ({}){}\n", info.name, details,
+        device.why.empty() ? "" : "; chosen because " + device.why);
+}
+
+void print_problem(const Options& options, const Problem& p, bool has_inputs) {
+  print("problem  batch {}, heads {}", p.batch, p.heads);
+  if (p.kv_heads != p.heads) print(" (KV {})", p.kv_heads);
+  print(", seqlen {} x {}, head_dim {}, {}, {}, scale {:.6g}, {}\n", p.seqlen_q, p.seqlen_k,
+        p.head_dim, name_of(p.dtype), p.causal ? "causal" : "no mask", p.scale,
+        name_of(options.layout));
+  if (!has_inputs) return;
+  if (options.q) {
+    print("inputs   {}, {}, {}\n", options.q->string(), options.k->string(), options.v->string());
+  } else {
+    print("inputs   {}, seed {}\n", name_of(options.input), options.seed);
+  }
+}
+
+std::string ledger_table(const std::vector<std::string>& ids, const std::vector<Ledger>& ledgers,
+                         bool skip_zero) {
+  std::vector<Table::Column> columns = {{"", Table::Align::left}};
+  for (const std::string& id : ids) columns.push_back({id});
+  Table table(columns);
+  const auto add_bytes = [&](const char* title, BytesByTensor Ledger::*member) {
+    std::set<std::string> tensors;
+    std::vector<std::string> totals = {title};
+    for (const Ledger& ledger : ledgers) {
+      for (const auto& [name, bytes] : ledger.*member) tensors.insert(name);
+      totals.push_back(with_commas(Ledger::total(ledger.*member)));
+    }
+    if (skip_zero && tensors.empty()) return;
+    table.add(totals);
+    for (const std::string& tensor : tensors) {
+      std::vector<std::string> row = {"  of " + tensor};
+      for (const Ledger& ledger : ledgers) {
+        const auto found = (ledger.*member).find(tensor);
+        row.push_back(found == (ledger.*member).end() ? "-" : with_commas(found->second));
+      }
+      table.add(row);
+    }
+  };
+  const auto add = [&](const char* title, int64_t Ledger::*member) {
+    bool any = false;
+    std::vector<std::string> row = {title};
+    for (const Ledger& ledger : ledgers) {
+      row.push_back(with_commas(ledger.*member));
+      any |= ledger.*member != 0;
+    }
+    if (any || !skip_zero) table.add(row);
+  };
+  add_bytes("global bytes read", &Ledger::global_read);
+  add_bytes("global bytes written", &Ledger::global_written);
+  add_bytes("global bytes read, once a block", &Ledger::global_unique_read);
+  add("global bytes added by atomics", &Ledger::atomic_bytes);
+  add("shared bytes read", &Ledger::shared_read);
+  add("shared bytes written", &Ledger::shared_written);
+  add("shared bytes between warps", &Ledger::warp_exchange_bytes);
+  add("bank conflicts", &Ledger::bank_conflicts);
+  add("barriers (blocks)", &Ledger::barriers);
+  add("warp barriers (warps)", &Ledger::warp_barriers);
+  add("shuffles (warps)", &Ledger::shuffles);
+  add("ldmatrix (warps)", &Ledger::ldmatrix);
+  add("mma (warps)", &Ledger::mma);
+  add("MMA FLOPs", &Ledger::mma_flops);
+  add("cp.async (lanes)", &Ledger::cp_async);
+  add("exponentials (lanes)", &Ledger::exp);
+  add("divisions (lanes)", &Ledger::div);
+  add("  in the loop over tiles", &Ledger::div_in_loop);
+  add("launches", &Ledger::launches);
+  add("blocks", &Ledger::grid_blocks);
+  add("tiles visited", &Ledger::tiles_visited);
+  add("  masked", &Ledger::tiles_masked);
+  return table.str();
+}
+
+}  // namespace flashsteps::cli

@@ -1,0 +1,54 @@
+/// \file
+/// Results as JSON and as text.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "common/cli/options.h"
+#include "common/cli/task.h"
+#include "common/reference/compare.h"
+#include "common/stage/ledger.h"
+#include "common/timing/timing.h"
+
+namespace flashsteps::cli {
+
+using Json = nlohmann::ordered_json;
+
+/// Prints to stdout.
+template <typename... Args>
+void print(fmt::format_string<Args...> format, Args&&... args) {
+  fmt::print(format, std::forward<Args>(args)...);
+}
+
+/// The JSON object of a run: device, commit (absent where git did not know it), problem, and no
+/// stages yet.
+Json new_report(const OpenedDevice& device);
+/// As the report's "problem".
+Json problem_json(const Options& options, const Problem& problem, bool has_inputs);
+/// As an entry of the report's "stages": id, name and, where the stage has any, tiles.
+Json stage_json(const Stage& stage, const Problem& problem);
+/// As a stage's "check".
+Json check_json(const Comparison& comparison);
+Json time_json(const Problem& problem, const TimeResult& time, const Ceilings& ceilings);
+Json ceilings_json(const Ceilings& ceilings);
+
+/// Writes the report where --json asks for it.
+void write_report(const Options& options, const Json& report);
+
+/// "device   CPU model (no usable card: …)" and "problem  batch 1, …", each a line.
+void print_device(const OpenedDevice& device);
+void print_problem(const Options& options, const Problem& problem, bool has_inputs);
+
+/// The ledgers of several stages side by side, a count a line. A tensor that a stage does not touch
+/// shows as "-".
+///
+/// \param skip_zero leaves out counts that are 0 for all
+std::string ledger_table(const std::vector<std::string>& ids, const std::vector<Ledger>& ledgers,
+                         bool skip_zero);
+
+}  // namespace flashsteps::cli
