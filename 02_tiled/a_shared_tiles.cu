@@ -3,7 +3,7 @@
 //
 //   scores    a 64 x 64 tile of S: Q and K tiles in shared memory
 //   softmax   as 01
-//   output    a 64 x d tile of O: loops over 64 keys at a time, P and V tiles in shared memory
+//   output    a 64 x d tile of O: 64 keys at a time, P and V tiles in shared memory
 
 #include "common/stage/kernel_stage.h"
 
@@ -52,13 +52,15 @@ __global__ void __launch_bounds__(kThreads)
   const int row0 = threadIdx.x / kGrid, col0 = threadIdx.x % kGrid;
   float S_rmem[kBr / kGrid][kBc / kGrid] = {};
   for (int c = 0; c < D; ++c) {
+    float Q_rmem[kBr / kGrid], K_rmem[kBc / kGrid];
+#pragma unroll
+    for (int r = 0; r < kBr / kGrid; ++r) Q_rmem[r] = to_float(Q_smem[(row0 + r * kGrid) * D + c]);
+#pragma unroll
+    for (int k = 0; k < kBc / kGrid; ++k) K_rmem[k] = to_float(K_smem[(col0 + k * kGrid) * D + c]);
 #pragma unroll
     for (int r = 0; r < kBr / kGrid; ++r) {
-      const float q = to_float(Q_smem[(row0 + r * kGrid) * D + c]);
 #pragma unroll
-      for (int k = 0; k < kBc / kGrid; ++k) {
-        S_rmem[r][k] += q * to_float(K_smem[(col0 + k * kGrid) * D + c]);
-      }
+      for (int k = 0; k < kBc / kGrid; ++k) S_rmem[r][k] += Q_rmem[r] * K_rmem[k];
     }
   }
 
@@ -130,13 +132,16 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();  // both tiles are complete before any thread reads them
 
     for (int j = 0; j < kBc; ++j) {
+      float P_rmem[kBr / kGrid], V_rmem[D / kGrid];
+#pragma unroll
+      for (int r = 0; r < kBr / kGrid; ++r)
+        P_rmem[r] = to_float(P_smem[(row0 + r * kGrid) * kBc + j]);
+#pragma unroll
+      for (int c = 0; c < D / kGrid; ++c) V_rmem[c] = to_float(V_smem[j * D + col0 + c * kGrid]);
 #pragma unroll
       for (int r = 0; r < kBr / kGrid; ++r) {
-        const float prob = to_float(P_smem[(row0 + r * kGrid) * kBc + j]);
 #pragma unroll
-        for (int c = 0; c < D / kGrid; ++c) {
-          O_rmem[r][c] += prob * to_float(V_smem[j * D + col0 + c * kGrid]);
-        }
+        for (int c = 0; c < D / kGrid; ++c) O_rmem[r][c] += P_rmem[r] * V_rmem[c];
       }
     }
     __syncthreads();  // all threads are done with the tiles before the next ones overwrite them

@@ -1,7 +1,7 @@
-// 02b tensor cores: as 02a, but the products are mma.sync instructions. One of them multiplies a 16
-// x 16 by a 16 x 8 matrix for a whole warp; the operands are spread over the registers of its 32
-// lanes (docs/notation.md has the picture), and each lane gathers its share from shared memory with
-// plain loads:
+// 02b tensor cores: as 02a, but the products are mma.sync instructions. Each multiplies a 16 x 16
+// by a 16 x 8 matrix for a whole warp. The operands are spread over the registers of its 32 lanes
+// (docs/notation.md has the picture); each lane gathers its share from shared memory with plain
+// loads:
 //
 //   scores    a 64 x 64 tile of S: four warps, 32 x 32 elements each
 //   softmax   as 01

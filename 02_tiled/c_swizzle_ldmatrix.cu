@@ -2,10 +2,10 @@
 //
 //   - Tiles are swizzled: the 16-byte chunks of a row are permuted by the row's number (swizzle()
 //   in
-//     common/gpu/tile.h), so that the same chunk of 8 rows lies in 8 different groups of banks.
-//   - ldmatrix loads a whole fragment for a warp: 8 rows of 16 bytes a phase, transposed on the way
-//   for V.
-//   - Copies move 16 bytes a thread, results are stored in pairs.
+//     common/gpu/tile.h), so that one chunk of 8 rows lies in 8 different groups of banks.
+//   - ldmatrix loads a whole fragment for a warp: 8 rows of 16 bytes at a time, V transposed on the
+//     way.
+//   - Copies move 16 bytes a thread; results are stored in pairs.
 
 #include "common/stage/kernel_stage.h"
 

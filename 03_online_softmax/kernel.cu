@@ -1,10 +1,10 @@
 // 03 online softmax: as 02d, but softmax and P V are one pass over S. A block keeps, for each of
 // its rows, the maximum m, the sum l and the output O of the keys that it has seen so far. A new
-// tile of S may raise the maximum; what was summed before is then worth e^(m_old - m_new) as much:
+// tile of S may raise the maximum; what was summed before is then worth 2^(m_old - m_new) as much:
 //
 //   scores    as 02d; S is in units of log 2, so that exponentials are powers of 2
-//   output    for each tile of 64 keys: read S, update m and l, P tile to shared memory,
-//             O = rescale * O + P V; P never goes to global memory, S is read once
+//   output    for each tile of 64 keys: read S, update m and l, P tile to shared memory, rescale O,
+//             add P V. P never goes to global memory, and S is read once
 
 #include "common/stage/kernel_stage.h"
 
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
         s[4 * half + 3] = quad.w;
       }
 
-      // m_new = max(m, rowmax(S tile))
+      // m_new = max(m, rowmax(S))
       float m_new = m_rmem[x];
 #pragma unroll
       for (int e = 0; e < 8; ++e) m_new = fmaxf(m_new, s[e]);
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
       // Nothing seen yet: exp2(-inf - 0) = 0 where -inf - -inf would be NaN.
       const float m_finite = m_new == -INFINITY ? 0.f : m_new;
 
-      // l_new = e^(m - m_new) l + rowsum(e^(S tile - m_new))
+      // l_new = 2^(m - m_new) l + rowsum(2^(S - m_new))
       float sum = 0.f;
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
