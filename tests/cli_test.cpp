@@ -1,0 +1,525 @@
+// The command line: what a person types, and what comes back. Runs the built program.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "common/reference/float16.h"
+#include "common/reference/npy.h"
+
+extern char** environ;
+
+namespace flashsteps {
+namespace {
+
+namespace fs = std::filesystem;
+using Arguments = std::vector<std::string>;
+
+std::string contents(const fs::path& path) {
+  std::ostringstream text;
+  text << std::ifstream(path, std::ios::binary).rdbuf();
+  return text.str();
+}
+
+struct Result {
+  int status = -1;
+  std::string out, err;
+};
+
+class CliTest : public testing::Test {
+ protected:
+  CliTest() {
+    std::string name = (fs::temp_directory_path() / "flashsteps_cli_XXXXXX").string();
+    directory_ = mkdtemp(name.data());
+  }
+  ~CliTest() override { fs::remove_all(directory_); }
+
+  std::string path(const char* name) const { return (directory_ / name).string(); }
+
+  // Files that the program left in the test's directory.
+  std::set<std::string> files() const {
+    std::set<std::string> names;
+    for (const auto& entry : fs::directory_iterator(directory_))
+      names.insert(entry.path().filename().string());
+    return names;
+  }
+
+  Result run(const Arguments& arguments, const char* program = "attention") const {
+    const char* bin = std::getenv("FLASHSTEPS_BIN");
+    if (!bin) throw std::runtime_error("FLASHSTEPS_BIN names no directory of programs");
+    std::string executable = std::string(bin) + "/" + program;
+    std::vector<std::string> words = arguments;
+    std::vector<char*> argv = {executable.data()};
+    for (std::string& word : words) argv.push_back(word.data());
+    argv.push_back(nullptr);
+    const fs::path scratch = fs::path(directory_).concat("_output");
+    fs::create_directory(scratch);
+    const std::string out = (scratch / "out").string(), err = (scratch / "err").string();
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
+    posix_spawn_file_actions_addopen(&actions, 1, out.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    posix_spawn_file_actions_addopen(&actions, 2, err.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    pid_t child = 0;
+    const int failed =
+        posix_spawn(&child, executable.c_str(), &actions, nullptr, argv.data(), environ);
+    posix_spawn_file_actions_destroy(&actions);
+    Result result;
+    if (failed != 0) throw std::runtime_error("cannot start " + executable);
+    int status = 0;
+    waitpid(child, &status, 0);
+    if (WIFEXITED(status)) result.status = WEXITSTATUS(status);
+    result.out = contents(out);
+    result.err = contents(err);
+    fs::remove_all(scratch);
+    return result;
+  }
+
+  // Runs, and expects a refusal: this status, one line on stderr that holds each of `told`, nothing
+  // on stdout, nothing written.
+  void expect_refusal(const Arguments& arguments, int status,
+                      const std::vector<std::string>& told) const {
+    const std::set<std::string> before = files();
+    const Result result = run(arguments);
+    std::string shown;
+    for (const std::string& argument : arguments) shown += " " + argument;
+    EXPECT_EQ(result.status, status) << shown << "\n" << result.err;
+    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << shown << "\n"
+                                                                         << result.err;
+    EXPECT_EQ(result.err.find("attention: "), 0u) << shown << "\n" << result.err;
+    for (const std::string& text : told)
+      EXPECT_NE(result.err.find(text), std::string::npos) << shown << "\n" << result.err;
+    EXPECT_EQ(result.out, "") << shown;
+    EXPECT_EQ(files(), before) << shown;
+  }
+
+  fs::path directory_;
+};
+
+using CliBadInput = CliTest;
+
+TEST_F(CliBadInput, Commands) {
+  expect_refusal({}, 2, {"a command is missing", "list, check, count, bench, ladder"});
+  expect_refusal({"chekc"}, 2, {"chekc"});
+  expect_refusal({"check", "count"}, 2, {"count"});
+  expect_refusal({"check", "--colour"}, 2, {"--colour"});
+  expect_refusal({"check", "surplus"}, 2, {"surplus"});
+  expect_refusal({"--batch", "1"}, 2, {"--batch"});
+}
+
+struct BadOption {
+  Arguments arguments;
+  std::vector<std::string> told;
+};
+
+TEST_F(CliBadInput, EveryOption) {
+  std::vector<BadOption> cases;
+  const auto add = [&](const char* option, const char* value, const char* allowed) {
+    cases.push_back({{option, value}, {option, value, allowed}});
+  };
+  for (const char* option : {"--batch", "--heads", "--kv-heads"}) {
+    for (const char* value :
+         {"0", "-1", "1.5", "two", "", " 1", "1e3", "2147483648", "99999999999999999999"}) {
+      add(option, value, "1 to 2147483647");
+    }
+  }
+  for (const char* option : {"--seqlen", "--seqlen-q", "--seqlen-k"}) {
+    for (const char* value : {"-1", "1.5", "x", "", "1000000001"})
+      add(option, value, "0 to 1000000000");
+  }
+  for (const char* value : {"0", "4", "136", "-8", "x", ""}) add("--head-dim", value, "8 to 128");
+  for (const char* value : {"12", "36", "100", "127"})
+    add("--head-dim", value, "multiples of 8 from 8 to 128");
+  for (const char* value : {"fp32", "float16", "", "FP16"}) add("--dtype", value, "fp16, bf16");
+  for (const char* value : {"nan", "inf", "1e39", "x", "", "1,5"})
+    add("--scale", value, "any finite number");
+  add("--scale", "-inf",
+      "");  // CLI11 reads this as an option, and says that --scale lacks its value
+  cases.back().told = {"--scale"};
+  for (const char* value : {"bhdc", "", "BSHD"}) add("--layout", value, "bhsd, bshd");
+  for (const char* value : {"zeros", ""})
+    add("--input", value, "normal, moving_max, large_logits, outlier_channels, uniform");
+  for (const char* value : {"-1", "x", "", "18446744073709551616"})
+    add("--seed", value, "0 to 2^64 - 1");
+  for (const char* value : {"gpu", "cpu", ""}) add("--device", value, "model, cuda");
+  for (const char* value : {"99", "1", "first", "", "01,", "01,99", "all,01"})
+    add("--stage", value, "allowed: all, ");
+  cases.push_back({{"--batch"}, {"--batch"}});  // without its value
+  cases.push_back({{"--batch", "1", "--batch", "2"}, {"--batch"}});
+  cases.push_back({{"--seqlen", "8", "--seqlen-q", "8"}, {"--seqlen"}});
+  cases.push_back({{"--heads", "4", "--kv-heads", "3"}, {"heads = 4", "kv_heads = 3", "multiple"}});
+  cases.push_back(
+      {{"--seqlen", "1000000000"}, {"batch * heads * seqlen_q * seqlen_k", "9007199254740992"}});
+  for (const BadOption& bad : cases) {
+    Arguments arguments = {"check", "--json", path("never.json")};
+    arguments.insert(arguments.end(), bad.arguments.begin(), bad.arguments.end());
+    expect_refusal(arguments, 2, bad.told);
+  }
+}
+
+TEST_F(CliBadInput, EveryCommandRefusesIt) {
+  for (const char* command : {"list", "check", "count", "bench", "ladder"}) {
+    expect_refusal({command, "--head-dim", "36", "--json", path("never.json")}, 2,
+                   {"--head-dim", "36", "multiples of 8"});
+    expect_refusal({command, "--json", path("absent/a.json")}, 2,
+                   {"--json", "there is no directory"});
+    expect_refusal({command, "--json", directory_.string()}, 2, {"--json", "is a directory"});
+  }
+}
+
+TEST_F(CliBadInput, OptionsThatContradict) {
+  const std::string q = "tests/data/ocr1s_q.npy", k = "tests/data/ocr1s_k.npy",
+                    v = "tests/data/ocr1s_v.npy";
+  expect_refusal({"check", "--q", q}, 2, {"--q, --k and --v", "together"});
+  expect_refusal({"check", "--k", k, "--v", v}, 2, {"--q, --k and --v", "together"});
+  expect_refusal({"check", "--q", q, "--k", k, "--v", v, "--input", "normal"}, 2, {"--input"});
+  expect_refusal({"check", "--expect-o", "tests/data/ocr1s_o.npy"}, 2, {"--expect-o", "missing"});
+  expect_refusal({"check", "--out", path("o.npy")}, 2, {"--out", "one stage", "all"});
+  expect_refusal({"check", "--stage", "01,03", "--lse", path("l.npy")}, 2,
+                 {"--lse", "one stage", "01,03"});
+  expect_refusal({"check", "--stage", "01", "--out", path("a"), "--lse", path("a")}, 2,
+                 {"--out and --lse", "same file"});
+  for (const Arguments& option : {Arguments{"--batch", "2"},
+                                  {"--heads", "3"},
+                                  {"--kv-heads", "1"},
+                                  {"--seqlen-q", "7"},
+                                  {"--seqlen-k", "7"},
+                                  {"--head-dim", "8"}}) {
+    Arguments arguments = {"check", "--q", q, "--k", k, "--v", v};
+    arguments.insert(arguments.end(), option.begin(), option.end());
+    expect_refusal(arguments, 2, {option[0] + " is " + option[1], "but"});
+  }
+  expect_refusal({"bench", "--sweep", "--seqlen", "512"}, 2, {"--sweep", "leave out"});
+  expect_refusal({"bench", "--sweep", "--head-dim", "24"}, 2,
+                 {"--head-dim", "24", "divisors of 2048"});
+}
+
+TEST_F(CliTest, ListsStages) {
+  const Result result = run({"list", "--device", "model", "--json", path("list.json")});
+  ASSERT_EQ(result.status, 0) << result.err;
+  const auto report = nlohmann::json::parse(contents(path("list.json")));
+  std::vector<std::string> ids;
+  for (const auto& stage : report["stages"]) {
+    ids.push_back(stage["stage"]);
+    EXPECT_NE(result.out.find(stage["name"].get<std::string>()), std::string::npos);
+    EXPECT_NE(result.out.find(stage["summary"].get<std::string>()), std::string::npos);
+    EXPECT_TRUE(fs::exists(stage["file"].get<std::string>()));
+  }
+  EXPECT_TRUE(std::is_sorted(ids.begin(), ids.end()));
+  for (const char* id : {"01", "02a", "02b", "02c", "02d", "03"}) {
+    EXPECT_NE(std::find(ids.begin(), ids.end(), id), ids.end()) << id;
+  }
+}
+
+TEST_F(CliTest, HelpExitsWithZero) {
+  for (const Arguments& arguments : {Arguments{"--help"}, {"check", "--help"}, {"bench", "-h"}}) {
+    const Result result = run(arguments);
+    EXPECT_EQ(result.status, 0);
+    EXPECT_EQ(result.err, "");
+    EXPECT_NE(result.out.find("Usage:"), std::string::npos);
+  }
+}
+
+// Writes tensors that a problem of these sizes takes: (batch, heads, seqlen, head_dim).
+void write_tensor(const std::string& path, std::array<int64_t, 4> shape, bool half,
+                  double factor = 1) {
+  const size_t count = size_t(shape[0] * shape[1] * shape[2] * shape[3]);
+  std::vector<float> values(count);
+  for (size_t i = 0; i < count; ++i) values[i] = float(factor * std::sin(0.7 * double(i) + 0.3));
+  if (!half) return write_npy(path, shape, std::span<const float>(values));
+  std::vector<uint16_t> bits(count);
+  for (size_t i = 0; i < count; ++i) bits[i] = to_bits(values[i], DType::fp16);
+  write_npy(path, shape, std::span<const uint16_t>(bits));
+}
+
+TEST_F(CliBadInput, Files) {
+  const std::string q = path("q.npy"), k = path("k.npy"), v = path("v.npy");
+  write_tensor(q, {1, 4, 5, 16}, true);
+  write_tensor(k, {1, 2, 7, 16}, true);
+  write_tensor(v, {1, 2, 7, 16}, true);
+  const auto refuse = [&](const std::string& q, const std::string& k, const std::string& v,
+                          const std::vector<std::string>& told, const Arguments& more = {}) {
+    Arguments arguments = {"check", "--stage",        "01", "--q", q, "--k", k, "--v", v,
+                           "--out", path("never.npy")};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    expect_refusal(arguments, 2, told);
+  };
+  refuse(path("absent.npy"), k, v, {"absent.npy: there is no such file"});
+  refuse(q, k, directory_.string(), {"is not a regular file"});
+  refuse(q, "", v, {"--k"});
+  std::ofstream(path("text.npy")) << "1 2 3 4 5 6 7";
+  refuse(q, path("text.npy"), v, {"text.npy: is not a .npy file"});
+
+  const auto write_bytes = [&](const char* name, const std::string& dictionary, size_t data) {
+    std::string header = dictionary + "\n";
+    std::string bytes = std::string("\x93NUMPY\1\0", 8) + char(header.size() & 0xff) +
+                        char(header.size() >> 8) + header;
+    bytes.append(data, '\0');
+    std::ofstream(path(name), std::ios::binary) << bytes;
+    return path(name);
+  };
+  const auto dictionary = [](const char* descr, const char* order, const char* shape) {
+    return std::string("{'descr': '") + descr + "', 'fortran_order': " + order +
+           ", 'shape': " + shape + ", }";
+  };
+  const char* shape = "(1, 2, 7, 16)";
+  refuse(q, write_bytes("bad.npy", dictionary("<f8", "False", shape), 1792), v,
+         {"bad.npy", "float64", "float16, float32"});
+  refuse(q, write_bytes("bad.npy", dictionary("<i2", "False", shape), 448), v,
+         {"bad.npy", "int16", "float16, float32"});
+  refuse(q, write_bytes("bad.npy", dictionary(">f2", "False", shape), 448), v,
+         {"bad.npy", "big-endian", "little-endian"});
+  refuse(q, write_bytes("bad.npy", dictionary("<f2", "True", shape), 448), v,
+         {"bad.npy", "Fortran order", "C order"});
+  refuse(q, write_bytes("bad.npy", dictionary("<f2", "False", "(2, 7, 16)"), 448), v,
+         {"has 3 dimensions", "needed: 4"});
+  refuse(q, write_bytes("bad.npy", dictionary("<f2", "False", shape), 447), v,
+         {"is truncated", "448", "447"});
+  refuse(q, write_bytes("bad.npy", dictionary("<f2", "False", shape), 449), v,
+         {"trailing bytes", "448", "449"});
+  refuse(q,
+         write_bytes("bad.npy", dictionary("<f2", "False", shape) + std::string(20000, ' '), 448),
+         v, {"header of 20", "up to 10000"});
+  refuse(q,
+         write_bytes("bad.npy", dictionary("<f2", "False", "(4611686018427387904, 4, 7, 16)"), 448),
+         v, {"overflows"});
+
+  // Files that are right, and do not fit together or are no problem.
+  write_tensor(path("other.npy"), {1, 2, 8, 16}, true);
+  refuse(q, k, path("other.npy"), {"--v has shape (1, 2, 8, 16)", "(1, 2, 7, 16)"});
+  write_tensor(path("other.npy"), {2, 2, 7, 16}, true);
+  refuse(q, path("other.npy"), path("other.npy"),
+         {"--k has shape (2, 2, 7, 16)", "batch and head_dim"});
+  write_tensor(path("other.npy"), {1, 2, 7, 24}, true);
+  refuse(q, path("other.npy"), path("other.npy"),
+         {"--k has shape (1, 2, 7, 24)", "batch and head_dim"});
+  write_tensor(path("other.npy"), {1, 3, 7, 16}, true);
+  refuse(q, path("other.npy"), path("other.npy"), {"heads = 4", "kv_heads = 3"});
+  write_tensor(path("other.npy"), {1, 4, 5, 20}, true);
+  refuse(path("other.npy"), path("other.npy"), path("other.npy"),
+         {"head_dim is 20", "multiples of 8"});
+  write_tensor(path("other.npy"), {0, 4, 5, 16}, true);
+  refuse(path("other.npy"), path("other.npy"), path("other.npy"), {"batch is 0"});
+  write_tensor(path("other.npy"), {1, 2, 7, 16}, false, 1e5);
+  refuse(q, path("other.npy"), v, {"--k", "allowed in fp16: finite values up to 65504"});
+  write_tensor(path("other.npy"), {1, 2, 7, 16}, false, NAN);
+  refuse(q, k, path("other.npy"), {"--v", "nan", "finite"}, {"--dtype", "bf16"});
+  write_tensor(path("other.npy"), {1, 4, 6, 16}, false);
+  refuse(q, k, v, {"--expect-o has shape (1, 4, 6, 16)", "needed: (1, 4, 5, 16)"},
+         {"--expect-o", path("other.npy")});
+  refuse(q, k, v, {"has 4 dimensions", "needed: 3"}, {"--expect-lse", path("other.npy")});
+  refuse(q, k, v, {"--lse", "there is no directory"}, {"--lse", path("absent/l.npy")});
+}
+
+#ifdef FLASHSTEPS_HAS_MODEL
+
+// On the model, with a problem that takes it no time.
+Arguments small(const char* command, const Arguments& more = {}) {
+  Arguments arguments = {command,   "--device", "model",      "--seqlen", "40",
+                         "--heads", "2",        "--head-dim", "16"};
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  return arguments;
+}
+
+TEST_F(CliTest, CheckPassesEveryStage) {
+  const Result result =
+      run(small("check", {"--json", path("r.json"), "--causal", "--dtype", "bf16"}));
+  EXPECT_EQ(result.status, 0) << result.out << result.err;
+  EXPECT_EQ(result.err, "");
+  const auto report = nlohmann::json::parse(contents(path("r.json")));
+  EXPECT_EQ(report["device"]["target"], "model");
+  EXPECT_EQ(report["problem"]["seqlen_q"], 40);
+  EXPECT_EQ(report["problem"]["dtype"], "bf16");
+  EXPECT_EQ(report["problem"]["causal"], true);
+  EXPECT_EQ(report["problem"]["visible_pairs"], 820);
+  EXPECT_EQ(report["problem"]["flops"], 4 * 2 * 16 * 820);
+  ASSERT_GE(report["stages"].size(), 6u);
+  for (const auto& stage : report["stages"]) {
+    EXPECT_EQ(stage["check"]["ok"], true) << stage;
+    EXPECT_LE(stage["check"]["max_abs_err"], 1.0);
+    EXPECT_EQ(stage["check"]["rows"], 80);
+    EXPECT_GT(stage["check"]["bound"], 0.0);
+    EXPECT_FALSE(stage.contains("counts"));  // absent, not zero: check does not count
+    EXPECT_FALSE(stage.contains("time"));
+    EXPECT_NE(result.out.find(stage["name"].get<std::string>()), std::string::npos);
+  }
+}
+
+TEST_F(CliTest, CountGivesTheLedger) {
+  const Result result = run(small("count", {"--stage", "01,02", "--json", path("r.json")}));
+  EXPECT_EQ(result.status, 0) << result.err;
+  const auto report = nlohmann::json::parse(contents(path("r.json")));
+  ASSERT_EQ(report["stages"].size(), 2u);
+  EXPECT_EQ(report["stages"][0]["stage"], "01");
+  EXPECT_EQ(report["stages"][1]["stage"], "02d");  // the last step
+  for (const auto& stage : report["stages"]) {
+    EXPECT_GT(stage["counts"]["global_read"]["Q"], 0);
+    EXPECT_GT(stage["counts"]["global_written"]["S"], 0);
+    EXPECT_GT(stage["counts"]["exp"], 0);
+    EXPECT_GT(stage["lse_counts"]["global_read"]["S"], 0);
+    EXPECT_EQ(stage["lse_counts"]["global_written"]["L"], 4 * 2 * 40);
+    EXPECT_FALSE(stage["counts"]["global_written"].contains("L"));
+    EXPECT_FALSE(stage.contains("check"));
+    EXPECT_FALSE(stage.contains("time"));
+  }
+  EXPECT_NE(result.out.find("bank conflicts"), std::string::npos);
+}
+
+TEST_F(CliTest, LadderChecksAndCounts) {
+  const Result result = run(small("ladder", {"--stage", "01,03", "--json", path("r.json")}));
+  EXPECT_EQ(result.status, 0) << result.err;
+  const auto report = nlohmann::json::parse(contents(path("r.json")));
+  for (const auto& stage : report["stages"]) {
+    EXPECT_EQ(stage["check"]["ok"], true);
+    EXPECT_GT(stage["counts"]["exp"], 0);
+    EXPECT_FALSE(stage.contains("time"));  // what runs on the model is never called a time
+  }
+}
+
+TEST_F(CliTest, SameSeedSameRun) {
+  for (const char* seed : {"1", "2"}) {
+    const Arguments arguments = small("ladder", {"--stage", "03", "--seed", seed});
+    EXPECT_EQ(run(arguments).out, run(arguments).out);
+  }
+  EXPECT_NE(run(small("check", {"--stage", "03", "--seed", "1"})).out,
+            run(small("check", {"--stage", "03", "--seed", "2"})).out);
+}
+
+TEST_F(CliTest, RealTensorsAgreeWithTheirFiles) {
+  const auto file = [](const char* name) {
+    return std::string("tests/data/ocr1s_") + name + ".npy";
+  };
+  const Arguments right = {"check",       "--device",     "model",   "--stage",      "03",
+                           "--q",         file("q"),      "--k",     file("k"),      "--v",
+                           file("v"),     "--expect-o",   file("o"), "--expect-lse", file("lse"),
+                           "--json",      path("r.json"), "--out",   path("o.npy"),  "--lse",
+                           path("l.npy"), "--scale"};
+  Arguments arguments = right;
+  arguments.push_back("0.2581988897471611");
+  EXPECT_EQ(run(arguments).status, 0);
+  const auto report = nlohmann::json::parse(contents(path("r.json")));
+  EXPECT_EQ(report["stages"][0]["check_expected"]["ok"], true);
+  const NpyArray o = read_npy(path("o.npy"), 4), wanted = read_npy(file("o"), 4);
+  ASSERT_EQ(o.shape, wanted.shape);
+  EXPECT_EQ(o.dtype, DType::fp16);
+  for (int64_t i = 0; i < o.size(); ++i) ASSERT_NEAR(o.value(i), wanted.value(i), 5e-3);
+  EXPECT_EQ(read_npy(path("l.npy"), 3).shape, (std::vector<int64_t>{1, 2, 161}));
+
+  // Another scale agrees with the reference, which is told of it, and not with the files: a failed
+  // check.
+  arguments = right;
+  arguments.push_back("0.25");
+  const Result wrong = run(arguments);
+  EXPECT_EQ(wrong.status, 1);
+  EXPECT_NE(wrong.out.find("against the files: "), std::string::npos) << wrong.out;
+  EXPECT_EQ(nlohmann::json::parse(contents(path("r.json")))["stages"][0]["check"]["ok"], true);
+}
+
+TEST_F(CliTest, FilesInBothLayoutsAndTypes) {
+  // The same tensors with their axes in either order give the same O, in the order asked for.
+  constexpr int64_t B = 2, H = 4, Hkv = 2, S = 9, D = 8;
+  const auto value = [](int64_t tensor, int64_t b, int64_t h, int64_t s, int64_t d) {
+    return float(std::cos(double(tensor * 31 + b * 17 + h * 7 + s * 3 + d)));
+  };
+  const auto write = [&](const std::string& to, int64_t tensor, int64_t heads, bool bshd) {
+    std::vector<float> values;
+    for (int64_t b = 0; b < B; ++b) {
+      for (int64_t x = 0; x < (bshd ? S : heads); ++x) {
+        for (int64_t y = 0; y < (bshd ? heads : S); ++y) {
+          for (int64_t d = 0; d < D; ++d)
+            values.push_back(value(tensor, b, bshd ? y : x, bshd ? x : y, d));
+        }
+      }
+    }
+    write_npy(to, std::array<int64_t, 4>{B, bshd ? S : heads, bshd ? heads : S, D},
+              std::span<const float>(values));
+  };
+  for (const char* dtype : {"fp16", "bf16"}) {
+    std::array<NpyArray, 2> O;
+    for (const bool bshd : {false, true}) {
+      write(path("q.npy"), 0, H, bshd);
+      write(path("k.npy"), 1, Hkv, bshd);
+      write(path("v.npy"), 2, Hkv, bshd);
+      const Result result =
+          run({"check", "--device", "model", "--stage", "03", "--q", path("q.npy"), "--k",
+               path("k.npy"), "--v", path("v.npy"), "--layout", bshd ? "bshd" : "bhsd", "--dtype",
+               dtype, "--out", path("o.npy")});
+      EXPECT_EQ(result.status, 0) << result.out << result.err;
+      O[bshd] = read_npy(path("o.npy"), 4);
+    }
+    EXPECT_EQ(O[0].shape, (std::vector<int64_t>{B, H, S, D}));
+    EXPECT_EQ(O[1].shape, (std::vector<int64_t>{B, S, H, D}));
+    EXPECT_EQ(O[0].dtype, std::string(dtype) == "fp16" ? DType::fp16 : DType::fp32);
+    for (int64_t b = 0; b < B; ++b) {
+      for (int64_t h = 0; h < H; ++h) {
+        for (int64_t s = 0; s < S; ++s) {
+          for (int64_t d = 0; d < D; ++d) {
+            ASSERT_EQ(O[0].value(((b * H + h) * S + s) * D + d),
+                      O[1].value(((b * S + s) * H + h) * D + d));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CliTest, EmptyProblems) {  // P14
+  for (const Arguments& lengths : {Arguments{"--seqlen-q", "3", "--seqlen-k", "0"},
+                                   {"--seqlen-q", "0", "--seqlen-k", "3"},
+                                   {"--seqlen", "0"},
+                                   {"--seqlen-q", "0", "--seqlen-k", "3", "--causal"},
+                                   {"--seqlen-q", "3", "--seqlen-k", "0", "--causal"}}) {
+    for (const char* command : {"check", "count", "ladder", "list"}) {
+      Arguments arguments = {command, "--device", "model"};
+      arguments.insert(arguments.end(), lengths.begin(), lengths.end());
+      const Result result = run(arguments);
+      EXPECT_EQ(result.status, 0) << command << " " << lengths[0] << result.out << result.err;
+    }
+  }
+}
+
+TEST_F(CliTest, BenchOnTheModelPointsToCount) {
+  expect_refusal({"bench", "--device", "model", "--json", path("never.json")}, 3, {"count"});
+  expect_refusal({"bench", "--device", "model", "--sweep"}, 3, {"count"});
+}
+
+TEST_F(CliTest, CountOnACardIsRefused) {
+  expect_refusal({"count", "--device", "cuda"}, 3, {"only the CPU model counts"});
+}
+
+TEST_F(CliTest, AStagesOwnProgram) {
+  const Result list = run({"list", "--device", "model", "--json", path("list.json")}, "01_naive");
+  EXPECT_EQ(list.status, 0);
+  const auto report = nlohmann::json::parse(contents(path("list.json")));
+  ASSERT_EQ(report["stages"].size(), 1u);
+  EXPECT_EQ(report["stages"][0]["stage"], "01");
+  EXPECT_EQ(run(small("check"), "01_naive").status, 0);
+  const Result other = run(small("check", {"--stage", "03"}), "01_naive");
+  EXPECT_EQ(other.status, 2);
+  EXPECT_EQ(other.err, "01_naive: --stage is '03': there is no stage '03'; allowed: all, 01\n");
+}
+
+#endif
+
+TEST_F(CliTest, WithoutACardCudaIsRefusedWithAdvice) {
+  setenv("CUDA_VISIBLE_DEVICES", "", 1);
+  expect_refusal({"check", "--device", "cuda", "--json", path("never.json")}, 3, {});
+  expect_refusal({"bench", "--device", "cuda"}, 3, {});
+  unsetenv("CUDA_VISIBLE_DEVICES");
+}
+
+}  // namespace
+}  // namespace flashsteps

@@ -1,0 +1,183 @@
+// Every stage, on every target, keeps every convention of docs/notation.md: both types, any lengths, masks, grouped
+// heads, strides, scales. Each case compares all of O and L with the oracle.
+#include "stage_suite.h"
+
+namespace flashsteps {
+namespace {
+
+struct Case {
+  const char* name;
+  Problem problem;
+  InputKind kind = InputKind::normal;
+};
+
+Problem with_scale(Problem p, float scale) {
+  p.scale = scale;
+  return p;
+}
+
+Problem with_layout(Problem p, Layout layout) {
+  set_packed_strides(p, layout);
+  return p;
+}
+
+Problem with_gaps_everywhere(Problem p) {
+  for (Strides* strides : {&p.q, &p.k, &p.v, &p.o}) *strides = with_gaps(*strides);
+  return p;
+}
+
+// K and V in one layout, Q and O in the other.
+Problem with_mixed_layouts(Problem p) {
+  Problem other = p;
+  set_packed_strides(other, Layout::bshd);
+  p.k = other.k;
+  p.v = other.v;
+  return p;
+}
+
+const Case kCases[] = {
+    {"whole_tiles_d64", problem_of(2, 2, 2, 128, 128, 64)},
+    {"whole_tiles_d128", problem_of(1, 2, 2, 128, 128, 128)},
+    {"ragged", problem_of(1, 3, 3, 67, 131, 64)},
+    {"ragged_d128", problem_of(1, 2, 2, 131, 67, 128)},
+    {"one_by_one", problem_of(1, 1, 1, 1, 1, 64)},
+    {"one_query", problem_of(2, 2, 2, 1, 150, 64)},
+    {"one_key", problem_of(2, 2, 2, 150, 1, 64)},
+    {"shorter_than_a_tile_2", problem_of(1, 2, 2, 2, 2, 64)},
+    {"shorter_than_a_tile_5", problem_of(1, 2, 2, 5, 5, 128)},
+    {"shorter_than_a_tile_17", problem_of(1, 2, 2, 17, 17, 64)},
+    {"shorter_than_a_tile_31", problem_of(1, 2, 2, 31, 31, 64)},
+    {"no_queries", problem_of(1, 2, 2, 0, 40, 64)},
+    {"no_keys", problem_of(2, 2, 2, 40, 0, 64)},
+    {"no_keys_causal", problem_of(2, 2, 2, 40, 0, 64, true)},
+    {"causal", problem_of(1, 2, 2, 150, 150, 64, true)},
+    {"causal_d128", problem_of(1, 2, 2, 150, 150, 128, true)},
+    {"causal_more_keys", problem_of(1, 2, 2, 70, 200, 64, true)},
+    {"causal_more_queries", problem_of(1, 2, 2, 200, 70, 64, true)},
+    {"causal_more_queries_d128", problem_of(1, 2, 2, 200, 70, 128, true)},
+    {"causal_one_key", problem_of(1, 2, 2, 70, 1, 64, true)},
+    {"grouped_heads", problem_of(2, 4, 2, 70, 70, 64)},
+    {"grouped_heads_causal", problem_of(2, 6, 2, 40, 90, 32, true)},
+    {"one_kv_head", problem_of(2, 3, 1, 33, 65, 128)},
+    {"d8", problem_of(1, 2, 2, 70, 70, 8)},
+    {"d16", problem_of(1, 2, 2, 70, 70, 16)},
+    {"d24_causal", problem_of(1, 2, 2, 70, 70, 24, true)},
+    {"d40", problem_of(1, 2, 2, 70, 70, 40)},
+    {"d56", problem_of(1, 2, 2, 70, 70, 56)},
+    {"d72", problem_of(1, 2, 2, 70, 70, 72)},
+    {"d80_causal", problem_of(1, 2, 2, 70, 70, 80, true)},
+    {"d96", problem_of(1, 2, 2, 70, 70, 96)},
+    {"d120", problem_of(1, 2, 2, 70, 70, 120)},
+    {"scale_zero", with_scale(problem_of(1, 2, 2, 65, 65, 64), 0.f)},
+    {"scale_zero_causal", with_scale(problem_of(1, 2, 2, 65, 65, 64, true), 0.f)},
+    {"scale_negative", with_scale(problem_of(1, 2, 2, 65, 90, 64, true), -0.3f)},
+    {"scale_large", with_scale(problem_of(1, 2, 2, 65, 90, 64), 2.f)},
+    {"layout_bshd", with_layout(problem_of(2, 3, 3, 70, 90, 40), Layout::bshd)},
+    {"layouts_mixed", with_mixed_layouts(problem_of(2, 4, 2, 70, 90, 64))},
+    {"gaps", with_gaps_everywhere(problem_of(2, 2, 1, 70, 90, 72, true))},
+    {"uniform", problem_of(1, 2, 2, 70, 129, 64), InputKind::uniform},
+    {"uniform_causal", problem_of(1, 2, 2, 129, 129, 64, true), InputKind::uniform},
+    {"moving_max", problem_of(1, 2, 2, 70, 260, 64), InputKind::moving_max},
+    {"moving_max_d128", problem_of(1, 2, 2, 70, 260, 128, true), InputKind::moving_max},
+    {"large_logits", problem_of(1, 2, 2, 70, 200, 64), InputKind::large_logits},
+    {"outlier_channels", problem_of(1, 2, 2, 70, 200, 64, true), InputKind::outlier_channels},
+};
+
+class Conformance : public StageTest {};
+
+// The cases by group, so that a ctest entry says where it fails and a process is not started for each of them.
+void expect_right_in_both_types(const Stage& stage, const Case& c, uint64_t seed) {
+  for (const DType dtype : {DType::fp16, DType::bf16}) {
+    SCOPED_TRACE(std::string(c.name) + " " + name_of(dtype));
+    Problem p = c.problem;
+    p.dtype = dtype;
+    expect_right(stage, p, make_inputs(p, c.kind, seed));
+  }
+}
+
+TEST_P(Conformance, KeepsEveryConvention) {
+  const int seeds = full_tier() ? 3 : 1;
+  for (const Case& c : kCases) {
+    for (int seed = 1; seed <= seeds; ++seed) expect_right_in_both_types(stage(), c, seed);
+  }
+}
+
+// Lengths around the edges of the tiles, where loops and masks go wrong.
+TEST_P(Conformance, LengthsAroundTileEdges) {
+  for (const int seqlen_k : {1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 193}) {
+    for (const int seqlen_q : {1, 32, 33, 64, 65}) {
+      for (const bool causal : {false, true}) {
+        SCOPED_TRACE(testing::Message() << "Nq " << seqlen_q << " Nk " << seqlen_k << " causal " << causal);
+        const Problem p = problem_of(1, 1, 1, seqlen_q, seqlen_k, 64, causal,
+                                     seqlen_k % 2 ? DType::fp16 : DType::bf16);
+        expect_right(stage(), p, make_inputs(p, InputKind::moving_max, seqlen_q * 1000 + seqlen_k));
+      }
+    }
+  }
+}
+
+// The real tensors of a text recogniser, whose oracle values were computed elsewhere (tests/data/README.md), are
+// checked by the command line's tests; here, a long one by the same oracle as all others.
+TEST_P(Conformance, LongerSequence) {
+  const int length = stage().target == Target::model ? 320 : 2048;
+  for (const bool causal : {false, true}) {
+    const Problem p = problem_of(1, 2, 1, length, length, 64, causal, DType::bf16);
+    expect_right(stage(), p, make_inputs(p, InputKind::moving_max, 5));
+  }
+}
+
+// The batch may exceed 65535, the limit of a grid's y and z (case P18); on a card only, for its size.
+TEST_P(Conformance, BatchBeyondGridLimits) {
+  if (stage().target == Target::model) GTEST_SKIP() << "65536 heads take the model too long";
+  for (const bool many_heads : {false, true}) {
+    const Problem p = problem_of(many_heads ? 1 : 65536, many_heads ? 65536 : 1, 1, 16, 16, 64);
+    const Inputs inputs = make_inputs(p, InputKind::normal, 3);
+    const Oracle oracle = make_oracle(p, inputs, {0, 15});
+    const ForwardRun run = run_forward(device(), stage(), p, inputs);
+    EXPECT_EQ(compare(p, oracle, run.outputs).describe(), "");
+  }
+}
+
+// The same inputs give the same bits, whatever the memory held before.
+TEST_P(Conformance, RunsAreBitwiseEqual) {
+  const Problem p = problem_of(2, 2, 1, 100, 150, 64, true);
+  const Inputs inputs = make_inputs(p, InputKind::normal, 9);
+  const Outputs first = run_forward(device(), stage(), p, inputs).outputs;
+  const int runs = stage().target == Target::cuda ? 100 : 3;
+  for (int i = 0; i < runs; ++i) {
+    const Outputs again = run_forward(device(), stage(), p, inputs).outputs;
+    ASSERT_EQ(again.o, first.o);
+    ASSERT_EQ(again.l, first.l);
+  }
+}
+
+FLASHSTEPS_FOR_ALL_STAGES(Conformance);
+
+#ifdef FLASHSTEPS_HAS_MODEL
+// Proves which of the two builds of a kernel ran: what runs on the model is in the ledger, and what is
+// meant for a card never runs there.
+TEST(Targets, AStageRunsWhereItWasBuiltFor) {
+  ASSERT_FALSE(all_stages().empty());
+  const Problem p = problem_of(1, 1, 1, 16, 16, 64);
+  const Inputs inputs = make_inputs(p, InputKind::normal, 1);
+  model::take_ledger();
+  for (const Stage* stage : all_stages()) {
+    if (stage->target == Target::model) {
+      const ForwardRun run = run_forward(*device_for(Target::model), *stage, p, inputs);
+      ASSERT_TRUE(run.ledger.has_value());
+      EXPECT_GE(run.ledger->launches, 1) << stage->id;
+    } else if (Device* card = device_for(Target::cuda)) {
+      EXPECT_FALSE(run_forward(*card, *stage, p, inputs).ledger.has_value());
+      EXPECT_EQ(model::take_ledger().launches, 0) << stage->id;
+    } else {
+      float host[1024] = {};
+      const ForwardArgs args{host, host, host, host, host, {host, host, host, host}};
+      EXPECT_THROW(stage->forward(p, args, nullptr), DeviceError) << stage->id;
+      EXPECT_EQ(model::take_ledger().launches, 0) << stage->id;
+    }
+  }
+}
+#endif
+
+}  // namespace
+}  // namespace flashsteps

@@ -1,0 +1,73 @@
+# Mutants that change what a kernel computes: the source with one text replaced, compiled for the model, linked with the
+# conformance suite; each must fail it. (Mutants that leave out a barrier, a wait, a mask … need no compiler: they are in
+# mutants_test.cpp.) Built by the target source_mutants, run in the full tier.
+
+add_custom_target(source_mutants)
+
+# flashsteps_mutant(NAME FILE FIND REPLACE): FIND must occur in FILE, so that a mutant cannot rot.
+function(flashsteps_mutant name file find replace)
+  file(READ ${CMAKE_SOURCE_DIR}/${file} source)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/${file})
+  string(FIND "${source}" "${find}" position)
+  if(position EQUAL -1)
+    flashsteps_refuse("mutant ${name}: '${find}' does not occur in ${file}; mend tests/source_mutants.cmake")
+  endif()
+  string(REPLACE "${find}" "${replace}" source "${source}")
+  set(unit ${CMAKE_BINARY_DIR}/mutants/${name}.cpp)
+  file(CONFIGURE OUTPUT ${unit} CONTENT "@source@" @ONLY)
+  set(target mutant_${name})
+  add_library(${target}_kernel OBJECT EXCLUDE_FROM_ALL ${unit})
+  target_link_libraries(${target}_kernel PRIVATE flashsteps_flags)
+  target_compile_definitions(${target}_kernel PRIVATE FLASHSTEPS_MODEL_TARGET "FLASHSTEPS_STAGE_FILE=\"${file}\"")
+  target_compile_options(${target}_kernel PRIVATE ${FLASHSTEPS_MODEL_KERNEL_OPTIONS} -w)
+  add_executable(${target} EXCLUDE_FROM_ALL)
+  set_target_properties(${target} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
+  target_sources(${target} PRIVATE $<TARGET_OBJECTS:stage_suite>)
+  flashsteps_link(${target} ${target}_kernel)
+  target_link_libraries(${target} PRIVATE flashsteps_test_main)
+  add_dependencies(source_mutants ${target})
+  add_test(NAME source_mutant.${name} COMMAND ${CMAKE_SOURCE_DIR}/tests/expect_killed.sh $<TARGET_FILE:${target}>
+    WORKING_DIRECTORY ${CMAKE_SOURCE_DIR})
+  set_tests_properties(source_mutant.${name} PROPERTIES LABELS "full" TIMEOUT 300)
+endfunction()
+
+set(naive 01_naive/kernel.cu)
+flashsteps_mutant(01_wrong_kv_head_of_k ${naive} "p.k.offset(b, p.kv_head(h), j)" "p.k.offset(b, h % p.kv_heads, j)")
+flashsteps_mutant(01_wrong_kv_head_of_v ${naive} "p.v.offset(b, p.kv_head(h))" "p.v.offset(b, h % p.kv_heads)")
+flashsteps_mutant(01_mask_aligned_top_left ${naive} "j > i + p.seqlen_k - p.seqlen_q" "j > i")
+flashsteps_mutant(01_no_scale ${naive} "s *= p.scale;" "")
+flashsteps_mutant(01_last_key_dropped ${naive} "j < p.seqlen_k; ++j" "j < p.seqlen_k - 1; ++j")
+flashsteps_mutant(01_empty_row_not_handled ${naive} "if (m == -INFINITY) m = 0.f;" "")
+flashsteps_mutant(01_sum_not_over_the_warp ${naive} "l += __shfl_xor_sync(kFullMask, l, offset);" ";")
+
+set(shared 02_tiled/a_shared_tiles.cu)
+flashsteps_mutant(02a_last_tile_dropped ${shared} "j0 < p.seqlen_k; j0 += kBc" "j0 + kBc < p.seqlen_k; j0 += kBc")
+flashsteps_mutant(02a_columns_not_zero_filled ${shared} "row < valid_rows && col < valid_cols" "row < valid_rows")
+flashsteps_mutant(02a_rows_not_zero_filled ${shared} "row < valid_rows && col < valid_cols" "col < valid_cols")
+
+set(tensor 02_tiled/b_tensor_cores.cu)
+flashsteps_mutant(02b_pair_swapped ${tensor} "pack2<T>(to_float(upper[0]), to_float(upper[kCols]))"
+  "pack2<T>(to_float(upper[kCols]), to_float(upper[0]))")
+flashsteps_mutant(02b_fragment_rows_swapped ${tensor} "a[r][1] = load_pair(q + 8 * D)" "a[r][1] = load_pair(q + 8)")
+
+set(ldmatrix 02_tiled/c_swizzle_ldmatrix.cu)
+flashsteps_mutant(02c_v_not_transposed ${ldmatrix} "ldmatrix_x4_trans" "ldmatrix_x4")
+flashsteps_mutant(02c_padding_of_p_not_cleared ${ldmatrix} "P[j] = from_float<T>(0.f);" "")
+flashsteps_mutant(02c_copied_unswizzled ${ldmatrix} "tile_smem + swizzle<kCols>(row, col)" "tile_smem + row * kCols + col")
+
+set(async 02_tiled/d_cp_async.cu)
+flashsteps_mutant(02d_one_buffer_of_v ${async} "V_smem + tile % 2 * kBc * D" "V_smem")
+flashsteps_mutant(02d_last_tile_dropped ${async} "tile < tiles_k; ++tile" "tile < tiles_k - 1; ++tile")
+flashsteps_mutant(02d_waits_for_one_group_less ${async} "cp_async_wait<1>()" "cp_async_wait<2>()")
+
+set(online 03_online_softmax/kernel.cu)
+flashsteps_mutant(03_l_not_rescaled ${online} "l_rmem[x] * fast_exp2(m_rmem[x] - m_finite)" "l_rmem[x]")
+flashsteps_mutant(03_o_not_rescaled ${online} "O_rmem[r][c][0] *= upper;" "")
+flashsteps_mutant(03_inverse_factor ${online} "l_rmem[x] * fast_exp2(m_rmem[x] - m_finite)"
+  "divide(l_rmem[x], fast_exp2(m_rmem[x] - m_finite))")
+flashsteps_mutant(03_l_in_base_2 ${online} "m_rmem[x] * kLn2" "m_rmem[x]")
+flashsteps_mutant(03_last_tile_dropped ${online} "tile < tiles_k; ++tile" "tile < tiles_k - 1; ++tile")
+flashsteps_mutant(03_padding_not_masked ${online} "p.seqlen_k - 1) : p.seqlen_k - 1" "p.seqlen_k + 6) : p.seqlen_k + 6")
+flashsteps_mutant(03_empty_row_not_handled ${online} "m_new == -INFINITY ? 0.f : m_new" "m_new")
+flashsteps_mutant(03_wrong_kv_head_of_v ${online} "p.v.offset(b, p.kv_head(h))" "p.v.offset(b, h % p.kv_heads)")
+flashsteps_mutant(03_p_not_normalised ${online} "pack2<T>(s[0] * l_inverse, s[1] * l_inverse)" "pack2<T>(s[0], s[1])")
