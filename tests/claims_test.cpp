@@ -1,4 +1,5 @@
-// Formulas as papers print them, put to numbers: the rows of docs/claims.md that are settled by arithmetic alone.
+// Formulas as papers print them, put to numbers: the rows of docs/claims.md that are settled by
+// arithmetic alone.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -50,7 +51,8 @@ TEST_F(TwoBlocks, NormalisedOutputNeedsTheFactorAndNoInverse) {
 // The same paper's Algorithm 1, line 10, prints O = diag(exp(m_old - m_new))^-1 O + P V.
 TEST_F(TwoBlocks, UnnormalisedOutputIsMultipliedByTheFactor) {
   EXPECT_NEAR((factor * first.O_unnormalised + second.O_unnormalised) / l, right, 1e-15);
-  EXPECT_GT(std::abs((first.O_unnormalised / factor + second.O_unnormalised) / l - right), 0.1);  // as printed
+  EXPECT_GT(std::abs((first.O_unnormalised / factor + second.O_unnormalised) / l - right),
+            0.1);  // as printed
 }
 
 // At the first tile m_old is -inf and O is 0: the factor gives 0, its inverse NaN.

@@ -33,7 +33,7 @@ case $1 in
   # memory, and no WGMMA is serialised (its notes have the numbers C7510 to C7519).
   ptxas_log)
     build=$2
-    mapfile -t logs < <(find "$build" -name '*.cu.o.ptxas' | sort)
+    mapfile -t logs < <(find "$build" -path "$build/tests" -prune -o -name '*.cu.o.ptxas' -print | sort)
     for file in [0-9][0-9]_*/*.cu; do
       ls "$build"/CMakeFiles/*/"$file.o.ptxas" >/dev/null 2>&1 || bad "no log of ptxas for $file"
     done

@@ -7,7 +7,8 @@
 namespace flashsteps {
 namespace {
 
-// Each of the first changes saves traffic: bytes of global memory, read and written, fall from 01 to 05.
+// Each of the first changes saves traffic: bytes of global memory, read and written, fall from 01
+// to 05.
 TEST(Ladder, TotalBytesFall) {
   constexpr std::array kIds = {"01", "02d", "03", "04", "05"};  // of those that have been written
   for (const int d : {64, 128}) {
@@ -19,7 +20,8 @@ TEST(Ladder, TotalBytesFall) {
       const Stage* stage = find_stage(id, Target::model);
       if (!stage) continue;
       const Ledger ledger = *run_forward(*device_for(Target::model), *stage, p, inputs).ledger;
-      const int64_t bytes = Ledger::total(ledger.global_read) + Ledger::total(ledger.global_written);
+      const int64_t bytes =
+          Ledger::total(ledger.global_read) + Ledger::total(ledger.global_written);
       EXPECT_LT(bytes, before) << "stage " << id << " d " << d;
       before = bytes;
       ++stages;

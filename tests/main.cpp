@@ -1,6 +1,6 @@
-// The main of every test program: GoogleTest's, with two additions for ctest. A run in which every case was
-// skipped exits with 77 (ctest counts it as skipped, and `./lab test` prints the reasons), and a run in which
-// no case was selected fails, so that a filter that fits nothing cannot pass.
+// The main of every test program: GoogleTest's, with two additions for ctest. A run in which every
+// case was skipped exits with 77 (ctest counts it as skipped, and `./lab test` prints the reasons),
+// and a run in which no case was selected fails, so that a filter that fits nothing cannot pass.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -79,8 +79,8 @@ TEST(Counters, OneWordForAllIsNoConflict) {
 TEST(Counters, LanesThatGoDifferentWays) {
   DeviceBuffer in = buffer("in", ramp(32)), out = buffer("out", ramp(32));
   const Ledger l = count("divergent", {.in = in.data(), .out = out.data()});
-  EXPECT_EQ(l.bank_conflicts, 2 * 15);  // the lower half's store and load
-  EXPECT_EQ(l.warp_barriers, 1);
+  EXPECT_EQ(l.bank_conflicts, 15 + 1 + 15 + 1);  // low and all, stored and loaded
+  EXPECT_EQ(l.warp_barriers, 2);
 }
 
 TEST(Counters, CopiesAndLdmatrixOnRowsOf128Bytes) {
@@ -116,6 +116,14 @@ TEST(Counters, VectorsAreOneAccess) {
   EXPECT_EQ(l.global_read, (BytesByTensor{{"in", 512}}));
   EXPECT_EQ(l.global_written, (BytesByTensor{{"out", 512}}));
   EXPECT_EQ(download<float>(out), ramp(128));
+}
+
+TEST(Counters, AWideReadExchangesWhatAnotherWarpWrote) {
+  DeviceBuffer in = buffer("in", ramp(128)), out(model_device(), "out", DType::fp32, 128);
+  const Ledger l = count("gather", {.in = in.data(), .out = out.data()});
+  EXPECT_EQ(l.shared_read, 32 * 16);
+  EXPECT_EQ(l.warp_exchange_bytes, 32 * 12);  // three of the four words
+  EXPECT_EQ(l.bank_conflicts, 4 * 3);         // of the stores, at a stride of 4
 }
 
 TEST(Counters, TilesExponentialsAndDivisions) {

@@ -61,6 +61,8 @@ INSTANTIATE_TEST_SUITE_P(
         Planted{"write_after_write", {race}, {"overwrites tile+", "written by thread"}},
         Planted{"warp_read_after_write", {race}, {"buffer_smem["}},
         Planted{"warp_write_after_read", {race}, {"buffer_smem["}},
+        Planted{"warp_write_after_all_read", {race}, {"overwrites buffer_smem[", "read by warp"}},
+        Planted{"wide_read_after_write", {race}, {"reads buffer_smem["}},
         Planted{"shuffle_is_no_barrier", {race}, {"reads buffer_smem["}},
         Planted{"warp_barrier_for_block", {race}, {"tile+"}},
         Planted{"ldmatrix_without_barrier", {race}, {"ldmatrix reads rows_smem["}},
@@ -136,6 +138,23 @@ INSTANTIATE_TEST_SUITE_P(
         Planted{"misaligned_ldmatrix", {misaligned}, {"ldmatrix", "rows_smem["}},
         Planted{"byte_of_shared", {unsupported}, {"1 byte of bytes_smem["}},
         Planted{"throws", {exception}, {"thread 3 (warp 0 lane 3)", "thrown by the test"}}));
+
+// Of several faulty blocks the first is told, whichever comes to its fault first.
+TEST(Faults, TheFirstFaultyBlockIsTold) {
+  constexpr int kBlocks = 12, kFirst = 5;
+  DeviceBuffer in = buffer("in", ramp(kThreads));
+  DeviceBuffer out(model_device(), "out", DType::fp32, kBlocks * kThreads);
+  for (const char* kernel : {"later_blocks_fault_first_slow", "later_blocks_fault_second_slow"}) {
+    for (const int workers : {1, 2, 3, 4}) {
+      const WithOptions options(1, workers);
+      const std::optional<Fault> fault =
+          fault_of(kernel, {.in = in.data(), .out = out.data(), .n = kFirst, .blocks = kBlocks});
+      ASSERT_TRUE(fault);
+      EXPECT_NE(std::string(fault->what()).find("block (5,0,0)"), std::string::npos)
+          << fault->what() << ", " << workers << " workers";
+    }
+  }
+}
 
 TEST(Faults, HostMemoryAndNullPointers) {
   std::vector<float> host = ramp(kThreads);

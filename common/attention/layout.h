@@ -44,9 +44,9 @@ struct TensorLayout {
   int64_t extent() const;
 };
 
-TensorLayout layout_q(const Problem& problem);
-TensorLayout layout_k(const Problem& problem);
-TensorLayout layout_v(const Problem& problem);
-TensorLayout layout_o(const Problem& problem);
+TensorLayout layout_q(const Problem& problem);  ///< of the problem's Q
+TensorLayout layout_k(const Problem& problem);  ///< of its K
+TensorLayout layout_v(const Problem& problem);  ///< of its V
+TensorLayout layout_o(const Problem& problem);  ///< of its O
 
 }  // namespace flashsteps

@@ -27,14 +27,17 @@ void check_launch(const void* kernel);
 
 inline namespace cuda_target {
 
+/// What this source is being compiled for.
 constexpr Target kTarget = Target::cuda;
+/// All 32 lanes of a warp.
 constexpr unsigned kFullMask = 0xffffffffu;
 
-using fp16_t = __half;
+using fp16_t = __half;  ///< IEEE binary16
+/// The upper half of an fp32.
 using bf16_t = __nv_bfloat16;
 
-/// threadIdx.x, read anew. The compiler cannot keep what follows from it in registers across a loop:
-/// what is cheap to compute again is then computed again, where registers are short.
+/// threadIdx.x, read anew. The compiler cannot keep what follows from it in registers across a
+/// loop: what is cheap to compute again is then computed again, where registers are short.
 __device__ __forceinline__ int fresh_thread_index() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
@@ -43,9 +46,11 @@ __device__ __forceinline__ int fresh_thread_index() {
 
 // --- 16-bit types ---
 
+/// Exact.
 __device__ __forceinline__ float to_float(fp16_t x) {
   return __half2float(x);
 }
+/// Exact.
 __device__ __forceinline__ float to_float(bf16_t x) {
   return __bfloat162float(x);
 }
@@ -121,6 +126,7 @@ class SharedMemory {
 
 // --- tensor cores ---
 
+/// The address that PTX instructions on shared memory take.
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -153,15 +159,13 @@ template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
   if constexpr (std::is_same_v<T, fp16_t>) {
-    asm(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   } else {
-    asm(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

@@ -23,6 +23,9 @@
 
 #include <cstdint>
 
+/// \def FLASHSTEPS_TARGET
+/// The inline namespace of everything that is compiled for both targets, so that one program may
+/// hold both.
 #ifdef FLASHSTEPS_MODEL_TARGET
 #define FLASHSTEPS_TARGET model_target
 #include "common/model/device.h"

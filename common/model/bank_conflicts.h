@@ -29,13 +29,20 @@ using AccessLog = std::vector<SharedAccess>;
 
 /// Wavefronts beyond the conflict-free number for one access of a warp: lanes are served together
 /// as 32 lanes for up to 4 bytes, 16 for 8 bytes and 8 for 16 bytes, and a group takes as many
-/// wavefronts as the most distinct words that it wants of one bank. \param addresses of the lanes
-/// that take part, and where each lane's number is lanes[i], ascending
+/// wavefronts as the most distinct words that it wants of one bank.
+///
+/// \param addresses in bytes, of the lanes that take part
+///
+/// \param lanes their numbers, ascending
+///
+/// \param log2_size of the access in bytes: 1 to 4
 int64_t bank_conflicts(std::span<const uint32_t> addresses, std::span<const uint8_t> lanes,
                        int log2_size);
 
 /// Lines up the n-th access of each lane from the same place in the code, counts the conflicts of
-/// each such access of the warp, and clears the logs. \param logs of the 32 lanes
+/// each such access of the warp, and clears the logs.
+///
+/// \param logs of the 32 lanes
 int64_t settle_bank_conflicts(std::span<AccessLog* const, 32> logs);
 
 }  // namespace flashsteps::model

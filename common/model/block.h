@@ -59,7 +59,9 @@ class Block {
   Block();
   ~Block();
 
-  /// Runs block `index` of the launch to its end. \return what went wrong
+  /// Runs block `index` of the launch to its end.
+  ///
+  /// \return what went wrong
   std::optional<Fault> run(const LaunchState& launch, int64_t index);
 
   /// Makes ready for a launch: one entry of traffic for each live buffer. Called on the worker's
@@ -225,7 +227,9 @@ struct Running {
 };
 inline constinit thread_local Running running;
 
-/// The block of the running thread. \throws std::logic_error outside of a kernel
+/// The block of the running thread.
+///
+/// \throws std::logic_error outside of a kernel
 Block& current_block(const char* what);
 
 // --- the paths that every access takes

@@ -35,7 +35,9 @@ struct Options {
 /// The options of the launches to come.
 Options options();
 /// Sets them, and counts launches from 0 again (a block's random numbers derive from the seed, the
-/// number of the launch and its own index). \throws std::invalid_argument for values out of range
+/// number of the launch and its own index).
+///
+/// \throws std::invalid_argument for values out of range
 void set_options(const Options& options);
 
 /// What a kernel did wrong.

@@ -12,7 +12,9 @@ inline bool sites_matter = false;
 
 bool note_site(SiteKind kind, const char* file, int line);
 
-/// Notes the site where sites are noted. \return whether it is taken out
+/// Notes the site where sites are noted.
+///
+/// \return whether it is taken out
 inline bool skipped(SiteKind kind, const char* file, int line) {
   return sites_matter && note_site(kind, file, line);
 }

@@ -27,6 +27,7 @@ struct Mismatch {
   std::string describe() const;
 };
 
+/// What comparing a stage's O and L with the oracle found.
 struct Comparison {
   bool ok = true;
   /// Largest |O - oracle|, and the bound of the block with the largest error in proportion to its

@@ -22,6 +22,7 @@ enum class InputKind {
   uniform,  ///< Q = 0: O is the mean of the visible rows of V, and L = ln(number of visible keys)
 };
 
+/// Every kind.
 inline constexpr InputKind kInputKinds[] = {InputKind::normal, InputKind::moving_max,
                                             InputKind::large_logits, InputKind::outlier_channels,
                                             InputKind::uniform};

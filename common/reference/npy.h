@@ -40,6 +40,7 @@ NpyArray read_npy(const std::filesystem::path& path, int dimensions);
 /// \throws std::runtime_error where it cannot be written
 void write_npy(const std::filesystem::path& path, std::span<const int64_t> shape,
                std::span<const uint16_t> fp16);
+/// \overload
 void write_npy(const std::filesystem::path& path, std::span<const int64_t> shape,
                std::span<const float> fp32);
 

@@ -20,6 +20,7 @@ class DeviceError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// What a device is and has.
 struct DeviceInfo {
   Target target = Target::model;
   std::string name;    ///< "NVIDIA H200" or "CPU model"
@@ -31,6 +32,7 @@ struct DeviceInfo {
   std::string runtime;  ///< CUDA runtime version; empty on the model
 };
 
+/// Memory and launches on one device. Not thread-safe.
 class Device {
  public:
   virtual ~Device() = default;

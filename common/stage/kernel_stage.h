@@ -35,5 +35,6 @@ void dispatch(const Problem& p, F&& f) {
                         LSE,        nullptr};                                           \
   [[maybe_unused]] Stage* const registered_stage = register_stage(&stage_record);       \
   }
+/// FLASHSTEPS_STAGE_FOR compute capability 8.0 and newer.
 #define FLASHSTEPS_STAGE(ID, NAME, SUMMARY, LSE) \
   FLASHSTEPS_STAGE_FOR(ID, NAME, SUMMARY, LSE, 80, false)

@@ -29,6 +29,7 @@ struct WorkspaceBuffer {
   int64_t count;  ///< in elements
 };
 
+/// The intermediate results of a stage, in the order of ForwardArgs::workspace.
 struct WorkspaceList {
   int size = 0;
   WorkspaceBuffer buffer[4] = {};

@@ -34,17 +34,20 @@ __global__ void broadcast_kernel(const float* in, float* out) {
   out[threadIdx.x] = word;
 }
 
-// The lower half of the warp goes one way, with a stride of 32 words; the upper the other, without.
+// Lanes that go different ways: the lower half of the warp alone, with a stride of 32 words; then
+// twice where the upper half goes once, before an access of all lanes with a stride of 2.
 __global__ void divergent_kernel(const float* in, float* out) {
-  __shared__ float low[16 * 32], high[32];
+  __shared__ float low[16 * 32], twice[2][32], all[64];
   const int lane = threadIdx.x;
-  if (lane < 16) {
-    low[lane * 32] = in[lane];
-  } else {
-    high[lane] = in[lane];
-  }
+  if (lane < 16) low[lane * 32] = in[lane];
   __syncwarp();
-  out[lane] = lane < 16 ? low[lane * 32] : high[lane];
+  const int times = lane < 16 ? 2 : 1;
+  for (int i = 0; i < times; ++i) twice[i][lane] = in[lane];
+  all[lane * 2] = in[lane];
+  __syncwarp();
+  float x = all[lane * 2];
+  if (lane < 16) x += low[lane * 32] + twice[1][lane];
+  out[lane] = x;
 }
 
 // One warp: 16-byte copies to rows of 128 bytes, all at the same column; then ldmatrix from there.
@@ -62,11 +65,20 @@ __global__ void rows_kernel(const fp16_t* in, uint32_t* out) {
 
 // Every block reads all n floats of `in` twice.
 __global__ void reread_kernel(const float* in, float* out, int n) {
+  const int threads = blockDim.x;
   float sum = 0.f;
-  for (int pass = 0; pass < 2; ++pass) {
-    for (int i = threadIdx.x; i < n; i += blockDim.x) sum += in[(i + pass * 32) % n];
-  }
+  for (int i = threadIdx.x; i < n; i += threads) sum += in[i];
+  for (int i = threadIdx.x; i < n; i += threads) sum += in[n - 1 - i];
   out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
+}
+
+// Four warps write words by turns; then the first warp loads four of them at once.
+__global__ void gather_kernel(const float* in, float4* out) {
+  __shared__ float4 words[32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  reinterpret_cast<float*>(words)[lane * 4 + warp] = in[threadIdx.x];
+  __syncthreads();
+  if (warp == 0) out[lane] = words[lane];
 }
 
 // A warp-wide copy of 16-byte vectors.
@@ -159,6 +171,10 @@ FLASHSTEPS_TEST_KERNEL(rows) {
 FLASHSTEPS_TEST_KERNEL(reread) {
   launch(reread_kernel, {3, 64}, static_cast<const float*>(args.in), static_cast<float*>(args.out),
          args.n);
+}
+FLASHSTEPS_TEST_KERNEL(gather) {
+  launch(gather_kernel, {1, 128}, static_cast<const float*>(args.in),
+         static_cast<float4*>(args.out));
 }
 FLASHSTEPS_TEST_KERNEL(vector) {
   launch(vector_kernel, {1, 32}, static_cast<const float4*>(args.in),

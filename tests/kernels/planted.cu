@@ -62,6 +62,20 @@ __global__ void warp_write_after_read(const float* in, float* out) {
   buffer_smem[t] = 0.f;
 }
 
+// A read of 8 bytes whose second half alone is at fault. The shuffle makes sure that it comes after
+// the write, and orders no memory.
+__global__ void wide_read_after_write(const float* in, float* out) {
+  float* buffer_smem = SharedMemory().take<float>("buffer_smem", kThreads);
+  const int t = threadIdx.x;
+  buffer_smem[t] = in[t];
+  __syncthreads();
+  if (t % 2 == 1) buffer_smem[t] = 0.f;
+  const float y = __shfl_xor_sync(kFullMask, in[t], 1);
+  // fault: no __syncwarp
+  const float2 x = reinterpret_cast<const float2*>(buffer_smem)[t / 2 ^ 1];
+  out[t] = x.x + x.y + y;
+}
+
 // All lanes read one word, one of them twice, and that one overwrites it.
 __global__ void warp_write_after_all_read(const float* in, float* out) {
   float* buffer_smem = SharedMemory().take<float>("buffer_smem", kThreads);
@@ -185,6 +199,15 @@ __global__ void copies_from_outside(const float* in, float* out, int index) {
 
 __global__ void atomic_at(const float* in, float* out, int index) {
   atomicAdd(out + index, in[threadIdx.x]);
+}
+
+// Blocks from `first` on fault; one of them takes longer than the others to come to it.
+__global__ void later_blocks_fault(const float* in, float* out, int first, int slow) {
+  const int block = blockIdx.x;
+  float x = 0.f;
+  const int times = block == slow ? 40000 : block >= first ? 5000 : 0;
+  for (int i = 0; i < times; ++i) x += in[(i + threadIdx.x) % kThreads];
+  out[block * kThreads + threadIdx.x] = x + in[block < first ? threadIdx.x : 1 << 20];  // fault
 }
 
 // --- never written
@@ -326,6 +349,7 @@ PLANTED(write_after_write, write_after_write, 0)
 PLANTED(warp_read_after_write, warp_read_after_write, kSmem)
 PLANTED(warp_write_after_read, warp_write_after_read, kSmem)
 PLANTED(warp_write_after_all_read, warp_write_after_all_read, kSmem)
+PLANTED(wide_read_after_write, wide_read_after_write, kSmem)
 PLANTED(shuffle_is_no_barrier, shuffle_is_no_barrier, kSmem)
 PLANTED(warp_barrier_for_block, warp_barrier_for_block, 0)
 PLANTED(ldmatrix_without_barrier, ldmatrix_without_barrier, kThreads * 16)
@@ -362,9 +386,14 @@ PLANTED(writes_through, writes_through, 0)
 PLANTED(throws, throws, 0)
 #undef PLANTED
 
-FLASHSTEPS_TEST_KERNEL(later_blocks_fault) {
+// The faulty blocks begin at n.
+FLASHSTEPS_TEST_KERNEL(later_blocks_fault_first_slow) {
   launch(later_blocks_fault, {args.blocks, kThreads}, static_cast<const float*>(args.in),
-         static_cast<float*>(args.out), args.n);
+         static_cast<float*>(args.out), args.n, args.n);
+}
+FLASHSTEPS_TEST_KERNEL(later_blocks_fault_second_slow) {
+  launch(later_blocks_fault, {args.blocks, kThreads}, static_cast<const float*>(args.in),
+         static_cast<float*>(args.out), args.n, args.n + 1);
 }
 
 // Launches that CUDA refuses; n is what is too much.
