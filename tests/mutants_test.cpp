@@ -65,6 +65,7 @@ const std::vector<Killer>& killers() {
       {problem_of(1, 2, 1, 70, 150, 72, true), InputKind::moving_max},
       {problem_of(1, 1, 1, 40, 129, 64), InputKind::moving_max},
       {problem_of(1, 1, 1, 130, 70, 64, true, DType::bf16), InputKind::normal},
+      {problem_of(1, 1, 1, 20, 130, 64), InputKind::large_logits},
   };
   return all;
 }

@@ -45,6 +45,11 @@ struct Problem {
 
   /// The KV head that query head h reads (grouped-query attention).
   constexpr int kv_head(int h) const { return h / (heads / kv_heads); }
+  /// The last key that query i sees; -1 where it sees none. Larger i than there are see all keys.
+  constexpr int last_key(int i) const {
+    const int diagonal = i + seqlen_k - seqlen_q;
+    return !causal || diagonal >= seqlen_k ? seqlen_k - 1 : diagonal < -1 ? -1 : diagonal;
+  }
   /// Rows of L: batch * heads * seqlen_q.
   constexpr int64_t rows() const { return int64_t{batch} * heads * seqlen_q; }
   /// How many (batch, head) pairs there are.

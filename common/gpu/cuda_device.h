@@ -207,6 +207,11 @@ __device__ __forceinline__ bool mask_if(bool condition) {
   return condition;
 }
 
+// --- the card ---
+
+/// Dynamic shared memory that a block may ask for on the current card, in bytes. Host only.
+int shared_memory_per_block();
+
 // --- launch ---
 
 /// Where and how a kernel runs.

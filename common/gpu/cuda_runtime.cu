@@ -286,4 +286,15 @@ std::unique_ptr<Device> make_cuda_device() {
   return std::make_unique<CudaDevice>(usable_card(cuda_facts()));
 }
 
+inline namespace cuda_target {
+
+int shared_memory_per_block() {
+  int device = 0, bytes = 0;
+  check_cuda(cudaGetDevice(&device), "asking for the current card");
+  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+             "asking for the card's limits");
+  return bytes;
+}
+
+}  // namespace cuda_target
 }  // namespace flashsteps

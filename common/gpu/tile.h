@@ -33,6 +33,16 @@ constexpr int swizzle(int row, int col) {
   return row * kCols + ((chunk ^ flip) * 8 + col % 8);
 }
 
+/// Offset, in elements, of (row, col) in a tile of fp32 elements with kCols columns, a multiple
+/// of 32. Groups of 8 columns are permuted by the row, so that pairs at the same columns of 4 rows
+/// (what half a warp stores of an mma's sums) and up to 4 quads of each of 2 or 4 rows (what a
+/// quarter of a warp loads) lie in different banks.
+template <int kCols>
+constexpr int fp32_swizzle(int row, int col) {
+  static_assert(kCols % 32 == 0, "a row is all of the banks, once or more");
+  return row * kCols + (col ^ ((row & 1) * 16 + (row & 2) * 4));
+}
+
 /// Starts copying a kRows x kCols tile of 16-bit elements from global to swizzled shared memory, 16
 /// bytes a copy, by all kThreads threads of the block. Rows from valid_rows and columns from
 /// valid_cols on are filled with zeros (valid_cols is a multiple of 8). The caller commits and

@@ -355,6 +355,9 @@ __device__ __forceinline__ bool mask_if(bool condition, FLASHSTEPS_SITE) {
 
 // --- launch ---
 
+/// Dynamic shared memory that a block may ask for on the imitated card, in bytes. Host only.
+int shared_memory_per_block();
+
 /// Where and how a kernel runs.
 struct LaunchConfig {
   int64_t grid = 0;  ///< blocks; 0 launches nothing

@@ -268,3 +268,11 @@ const char* to_string(FaultKind kind) {
 }
 
 }  // namespace flashsteps::model
+
+namespace flashsteps::inline model_target {
+
+int shared_memory_per_block() {
+  return int(model::options().shared_memory_per_block);
+}
+
+}  // namespace flashsteps::inline model_target

@@ -8,6 +8,9 @@
 
 namespace flashsteps::inline FLASHSTEPS_TARGET {
 
+/// Of a stage whose file has no function of this name: it is built for one tile size.
+inline constexpr TileList (*candidates)(const Problem&) = nullptr;
+
 /// Calls `f.template operator()<T, D>()` with the element type and the tile width of the problem.
 template <typename F>
 void dispatch(const Problem& p, F&& f) {
@@ -23,17 +26,18 @@ void dispatch(const Problem& p, F&& f) {
 
 /// Registers the stage of a kernel file. Expects in scope: `template <typename T, int D> void
 /// forward(const Problem&, const ForwardArgs&, Stream)`, `Tiles tiles(const Problem&)`,
-/// `WorkspaceList workspaces(const Problem&)`, and LSE: a function that computes L, or nullptr
-/// where forward writes it.
-#define FLASHSTEPS_STAGE_FOR(ID, NAME, SUMMARY, LSE, CAPABILITY, EXACT)                 \
-  namespace {                                                                           \
-  void dispatch_forward(const Problem& p, const ForwardArgs& a, Stream stream) {        \
-    dispatch(p, [&]<typename T, int D>() { forward<T, D>(p, a, stream); });             \
-  }                                                                                     \
-  Stage stage_record = {ID,         NAME,   SUMMARY, kTarget,    FLASHSTEPS_STAGE_FILE, \
-                        CAPABILITY, EXACT,  tiles,   workspaces, dispatch_forward,      \
-                        LSE,        nullptr};                                           \
-  [[maybe_unused]] Stage* const registered_stage = register_stage(&stage_record);       \
+/// `WorkspaceList workspaces(const Problem&)`, where forward takes tiles from the caller also
+/// `TileList candidates(const Problem&)`, and LSE: a function that computes L, or nullptr where
+/// forward writes it.
+#define FLASHSTEPS_STAGE_FOR(ID, NAME, SUMMARY, LSE, CAPABILITY, EXACT)                           \
+  namespace {                                                                                     \
+  void dispatch_forward(const Problem& p, const ForwardArgs& a, Stream stream) {                  \
+    dispatch(p, [&]<typename T, int D>() { forward<T, D>(p, a, stream); });                       \
+  }                                                                                               \
+  Stage stage_record = {ID,     NAME,  SUMMARY,    kTarget,    FLASHSTEPS_STAGE_FILE, CAPABILITY, \
+                        EXACT,  tiles, candidates, workspaces, dispatch_forward,      LSE,        \
+                        nullptr};                                                                 \
+  [[maybe_unused]] Stage* const registered_stage = register_stage(&stage_record);                 \
   }
 /// FLASHSTEPS_STAGE_FOR compute capability 8.0 and newer.
 #define FLASHSTEPS_STAGE(ID, NAME, SUMMARY, LSE) \

@@ -12,6 +12,25 @@ namespace flashsteps {
 /// Where a kernel runs: on the CPU model of the GPU, or on a card.
 enum class Target { model, cuda };
 
+/// Tile sizes, in rows of Q (Br) and rows of K (Bc). 0 where a stage has no tiles.
+struct Tiles {
+  int Br = 0;
+  int Bc = 0;
+  bool operator==(const Tiles& other) const = default;
+};
+
+/// Tile sizes among which a stage can be told to choose.
+struct TileList {
+  int size = 0;
+  Tiles tiles[8] = {};
+};
+
+/// How a stage is to run, where it leaves a choice.
+struct Variant {
+  Tiles tiles{};                    ///< one of Stage::candidates; 0 x 0: the stage's choice
+  bool one_block_per_head = false;  ///< has_grid_choice(): one block for each (batch, head)
+};
+
 /// Device pointers of one forward pass. Shapes and strides are the Problem's.
 struct ForwardArgs {
   const void* Q = nullptr;
@@ -20,6 +39,9 @@ struct ForwardArgs {
   void* O = nullptr;
   float* L = nullptr;
   void* workspace[4] = {};  ///< as WorkspaceList orders them
+  Tiles
+      tiles{};  ///< for stages that are built for several: which to use; 0 x 0: the stage's choice
+  bool one_block_per_head = false;  ///< stage 05: 04's grid in place of one block for each row tile
 };
 
 /// An intermediate result that a stage keeps in global memory. It is allocated by the caller.
@@ -33,12 +55,6 @@ struct WorkspaceBuffer {
 struct WorkspaceList {
   int size = 0;
   WorkspaceBuffer buffer[4] = {};
-};
-
-/// Tile sizes, in rows of Q (Br) and rows of K (Bc). 0 where a stage has no tiles.
-struct Tiles {
-  int Br = 0;
-  int Bc = 0;
 };
 
 /// A CUDA stream; unused by the model.
@@ -55,7 +71,11 @@ struct Stage {
   /// alone.
   int min_capability;
   bool capability_is_exact;
+  /// The stage's choice of tiles.
   Tiles (*tiles)(const Problem&);
+  /// All tiles that it is built for and that fit the device, each once; null where there is no
+  /// other than `tiles`.
+  TileList (*candidates)(const Problem&);
   WorkspaceList (*workspaces)(const Problem&);
   /// Computes O (and L, where `lse` is null). Launches on `stream` and does not wait.
   void (*forward)(const Problem&, const ForwardArgs&, Stream);

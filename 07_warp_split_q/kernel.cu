@@ -1,0 +1,224 @@
+// 07 warp split Q: as 06, but the warps split the rows of Q in place of the keys (FlashAttention-2,
+// section 3.3). A warp sees all keys of its own rows, so that S, P, O, m and l stay in its
+// registers; nothing is merged, and no warp waits for another but for the tiles themselves.
+
+#include "common/gpu/product.h"
+#include "common/gpu/score_scale.h"
+#include "common/stage/kernel_stage.h"
+
+namespace flashsteps::inline FLASHSTEPS_TARGET::stage_07_warp_split_q {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLargeExponent = 1024.f;
+
+// S = 2^(scale (S - m)) in the rows 16 r + g + 8 half, in place. Returns this lane's part of their
+// sum.
+template <int kN>
+__device__ __forceinline__ float exponentiate(float (&S_rmem)[kN][4], int half, float m,
+                                              ScoreScale scale) {
+  // One fma computes scale S - scale m, and rounds scale m apart from it. Where that would show,
+  // the maximum is subtracted first. A row that has seen no key subtracts 0: -inf - -inf would be
+  // NaN.
+  float shift = m == -INFINITY ? 0.f : scale.log2 * m;
+  if (fabsf(shift) > kLargeExponent) {
+#pragma unroll
+    for (int k = 0; k < kN; ++k) {
+      S_rmem[k][2 * half] -= m;
+      S_rmem[k][2 * half + 1] -= m;
+    }
+    shift = 0.f;
+  }
+  float sum = 0.f;
+#pragma unroll
+  for (int k = 0; k < kN; ++k) {
+#pragma unroll
+    for (int e = 2 * half; e < 2 * half + 2; ++e) {
+      S_rmem[k][e] = fast_exp2(fmaf(S_rmem[k][e], scale.log2, -shift));
+      sum += S_rmem[k][e];
+    }
+  }
+  return sum;
+}
+
+// What e^m_old is worth against e^m_new; 0 where nothing was seen before.
+__device__ __forceinline__ float rescale_factor(float m_old, float m_new, ScoreScale scale) {
+  return m_old == -INFINITY ? 0.f : fast_exp2((m_old - m_new) * scale.log2);
+}
+
+template <typename T, int D, int kBr, int kBc>
+__global__ void __launch_bounds__(kThreads, 2)
+    attention_kernel(const T* __restrict__ Q, const T* __restrict__ K, const T* __restrict__ V,
+                     T* __restrict__ O, float* __restrict__ L, Problem p, ScoreScale scale) {
+  constexpr int kWarpRows = kBr / kWarps;  // rows of a tile that a warp has: split Q
+  const int tiles_q = ceil_div(p.seqlen_q, kBr), tiles_k = ceil_div(p.seqlen_k, kBc);
+  const int i0 = blockIdx.x % tiles_q * kBr;
+  const int bh = blockIdx.x / tiles_q;
+  const int b = bh / p.heads, h = bh % p.heads;
+  Q += p.q.offset(b, h, i0);
+  K += p.k.offset(b, p.kv_head(h));
+  V += p.v.offset(b, p.kv_head(h));
+  O += p.o.offset(b, h, i0);
+  L += int64_t{bh} * p.seqlen_q + i0;
+
+  SharedMemory smem;
+  T* Q_smem = smem.take<T>("Q_smem", kBr * D);
+  T* K_smem = smem.take<T>("K_smem", kBc * D);
+  T* V_smem = smem.take<T>("V_smem", kBc * D);
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int g = lane / 4, t = lane % 4;  // PTX's names: a fragment's row and pair
+  const int row0 = warp * kWarpRows;
+
+  const auto load_K = [&](int tile) {
+    if (tile < tiles_k) {
+      copy_tile_async<kBc, D, kThreads>(K_smem, K + p.k.offset(0, 0, tile * kBc), p.k.row,
+                                        p.seqlen_k - tile * kBc, p.head_dim);
+    }
+    cp_async_commit();
+  };
+  if (tiles_k > 0) {
+    copy_tile_async<kBr, D, kThreads>(Q_smem, Q, p.q.row, p.seqlen_q - i0, p.head_dim);
+  }
+  load_K(0);
+
+  // Of rows 16 r + g + 8 half; l is this lane's part of the row's sum.
+  float O_rmem[kWarpRows / 16][D / 8][4] = {};
+  float m_rmem[kWarpRows / 16][2], l_rmem[kWarpRows / 16][2];
+#pragma unroll
+  for (int r = 0; r < kWarpRows / 16; ++r) {
+    m_rmem[r][0] = m_rmem[r][1] = -INFINITY;
+    l_rmem[r][0] = l_rmem[r][1] = 0.f;
+  }
+
+  for (int tile_k = 0; tile_k < tiles_k; ++tile_k) {
+    note_tile(true);
+    const int j0 = tile_k * kBc;
+    cp_async_wait<0>();
+    __syncthreads();  // Q and the K tile have arrived; all are done with the V tile before
+    copy_tile_async<kBc, D, kThreads>(V_smem, V + p.v.offset(0, 0, j0), p.v.row, p.seqlen_k - j0,
+                                      p.head_dim);
+    cp_async_commit();
+
+    // S = Q K^T over this warp's rows
+    float S_rmem[kWarpRows / 16][kBc / 8][4] = {};
+    multiply_by_transposed<D>(S_rmem, Q_smem, row0, K_smem, 0);
+    apply_sign(S_rmem, scale);
+#pragma unroll
+    for (int r = 0; r < kWarpRows / 16; ++r) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = row0 + r * 16 + half * 8 + g;
+        const int last = p.last_key(i0 + row) - j0 - 2 * t;
+#pragma unroll
+        for (int k = 0; k < kBc / 8; ++k) {
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) {
+            if (mask_if(k * 8 + e % 2 > last)) S_rmem[r][k][e] = -INFINITY;
+          }
+        }
+      }
+    }
+    cp_async_wait<0>();
+    __syncthreads();  // V has arrived; all are done with K
+    load_K(tile_k + 1);
+
+    // P = e^(S - m_new), and its row sums; O and l are rescaled
+#pragma unroll
+    for (int r = 0; r < kWarpRows / 16; ++r) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float m_new = m_rmem[r][half];
+#pragma unroll
+        for (int k = 0; k < kBc / 8; ++k) {
+          m_new = fmaxf(m_new, fmaxf(S_rmem[r][k][2 * half], S_rmem[r][k][2 * half + 1]));
+        }
+        m_new = fmaxf(m_new, __shfl_xor_sync(kFullMask, m_new, 1));
+        m_new = fmaxf(m_new, __shfl_xor_sync(kFullMask, m_new, 2));
+        const float rescale = rescale_factor(m_rmem[r][half], m_new, scale);
+        m_rmem[r][half] = m_new;
+        l_rmem[r][half] = l_rmem[r][half] * rescale + exponentiate(S_rmem[r], half, m_new, scale);
+#pragma unroll
+        for (int c = 0; c < D / 8; ++c) {
+          O_rmem[r][c][2 * half] *= rescale;
+          O_rmem[r][c][2 * half + 1] *= rescale;
+        }
+      }
+    }
+    multiply<D>(O_rmem, S_rmem, V_smem, 0);
+  }
+  note_tiles_done();
+
+  // O / l goes through the warp's own rows of Q_smem, so that it is stored 16 bytes at a time.
+#pragma unroll
+  for (int r = 0; r < kWarpRows / 16; ++r) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row0 + r * 16 + half * 8 + g;
+      float l = l_rmem[r][half];
+      l += __shfl_xor_sync(kFullMask, l, 1);
+      l += __shfl_xor_sync(kFullMask, l, 2);
+      const float l_inverse = l == 0.f ? 0.f : divide(1.f, l);
+#pragma unroll
+      for (int c = 0; c < D / 8; ++c) {
+        *reinterpret_cast<uint32_t*>(Q_smem + swizzle<D>(row, c * 8 + 2 * t)) =
+            pack2<T>(O_rmem[r][c][2 * half] * l_inverse, O_rmem[r][c][2 * half + 1] * l_inverse);
+      }
+      if (t == 0 && i0 + row < p.seqlen_q) {
+        L[row] = l == 0.f ? -INFINITY : m_rmem[r][half] * scale.log2 * kLn2 + natural_log(l);
+      }
+    }
+  }
+  __syncwarp();  // all lanes have left their part of the warp's rows
+#pragma unroll
+  for (int x = 0; x < kWarpRows * D / (8 * 32); ++x) {
+    const int chunk = x * 32 + lane;
+    const int row = row0 + chunk / (D / 8), col = chunk % (D / 8) * 8;
+    if (i0 + row < p.seqlen_q && col < p.head_dim) {
+      *reinterpret_cast<uint4*>(O + row * p.o.row + col) =
+          *reinterpret_cast<const uint4*>(Q_smem + swizzle<D>(row, col));
+    }
+  }
+}
+
+template <typename T, int D, int kBr, int kBc>
+constexpr int kSmemBytes = (kBr + 2 * kBc) * D * sizeof(T);
+
+// What was fastest of the candidates below (attention bench --tune).
+Tiles tiles(const Problem& p) {
+  return tile_width(p.head_dim) == 64 ? Tiles{128, 128} : Tiles{128, 64};
+}
+
+TileList candidates(const Problem& p) {
+  return {2, {tiles(p), {64, 64}}};
+}
+
+WorkspaceList workspaces(const Problem&) {
+  return {};
+}
+
+template <typename T, int D, int kBr, int kBc>
+void run(const Problem& p, const ForwardArgs& a, Stream stream) {
+  const T* Q = static_cast<const T*>(a.Q);
+  const T* K = static_cast<const T*>(a.K);
+  const T* V = static_cast<const T*>(a.V);
+  T* O = static_cast<T*>(a.O);
+  launch(
+      attention_kernel<T, D, kBr, kBc>,
+      {p.batch_heads() * ceil_div(p.seqlen_q, kBr), kThreads, kSmemBytes<T, D, kBr, kBc>, stream},
+      Q, K, V, O, a.L, p, score_scale(p.scale));
+}
+
+template <typename T, int D>
+void forward(const Problem& p, const ForwardArgs& a, Stream stream) {
+  if constexpr (D == 64) {
+    a.tiles.Br == 64 ? run<T, D, 64, 64>(p, a, stream) : run<T, D, 128, 128>(p, a, stream);
+  } else {
+    a.tiles.Br == 64 ? run<T, D, 64, 64>(p, a, stream) : run<T, D, 128, 64>(p, a, stream);
+  }
+}
+
+FLASHSTEPS_STAGE("07", "warp_split_q", "each warp owns rows of Q: nothing is exchanged", nullptr)
+
+}  // namespace flashsteps::inline FLASHSTEPS_TARGET::stage_07_warp_split_q
