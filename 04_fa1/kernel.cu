@@ -15,6 +15,16 @@ constexpr int kThreads = kWarps * 32;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLargeExponent = 1024.f;
 
+// The maximum and the sum over the four lanes that share the rows of a fragment.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kFullMask, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kFullMask, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(kFullMask, x, 1);
+  return x + __shfl_xor_sync(kFullMask, x, 2);
+}
+
 // S = 2^(scale (S - m)) in the rows 16 r + g + 8 half, in place. Returns this lane's part of their
 // sum.
 template <int kN>
@@ -81,17 +91,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int g = lane / 4, t = lane % 4;  // PTX's names: a fragment's row and pair
   const int own_row = threadIdx.x / kOwners, own_col = threadIdx.x % kOwners * 4;
 
-  const auto store_O = [&](int i, int col, const float(&O_rmem)[4]) {
-    *reinterpret_cast<uint2*>(O + p.o.offset(0, 0, i) + col) =
-        make_uint2(pack2<T>(O_rmem[0], O_rmem[1]), pack2<T>(O_rmem[2], O_rmem[3]));
-  };
-
   // O = 0, l = 0, m = -inf. Each thread reads back only what it has written itself.
   for (int i = own_row; i < p.seqlen_q; i += kBr) {
     for (int col = own_col; col < p.head_dim; col += 4 * kOwners) {
-      *reinterpret_cast<float4*>(O_acc + int64_t{i} * p.head_dim + col) =
-          make_float4(0.f, 0.f, 0.f, 0.f);
-      if (tiles_k == 0) store_O(i, col, {});
+      store_quad(O_acc + int64_t{i} * p.head_dim + col, {});
+      if (tiles_k == 0) store_quad(O + p.o.offset(0, 0, i) + col, {});
     }
     if (own_col == 0) {
       m[i] = -INFINITY;
@@ -125,12 +129,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
         for (int x = 0; x < kOwned; ++x) {
           const int col = own_col + x * 4 * kOwners;
-          if (col >= p.head_dim) continue;
-          const float4 quad = *reinterpret_cast<const float4*>(O_row + col);
-          O_rmem[x][0] = quad.x;
-          O_rmem[x][1] = quad.y;
-          O_rmem[x][2] = quad.z;
-          O_rmem[x][3] = quad.w;
+          if (col < p.head_dim) load_quad(O_rmem[x], O_row + col);
         }
         if (own_col == 0) {
           m_own = m[i0 + own_row];
@@ -162,8 +161,7 @@ __global__ void __launch_bounds__(kThreads, 2)
               row_max = fmaxf(row_max, S_rmem[r][k][e]);
             }
           }
-          row_max = fmaxf(row_max, __shfl_xor_sync(kFullMask, row_max, 1));
-          row_max = fmaxf(row_max, __shfl_xor_sync(kFullMask, row_max, 2));
+          row_max = quad_max(row_max);
           if (t == 0) max_smem[warp * kBr + row] = row_max;
         }
       }
@@ -179,9 +177,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           float m_new = m_smem[row];
 #pragma unroll
           for (int w = 0; w < kWarps; ++w) m_new = fmaxf(m_new, max_smem[w * kBr + row]);
-          float sum = exponentiate(S_rmem[r], half, m_new, scale);
-          sum += __shfl_xor_sync(kFullMask, sum, 1);
-          sum += __shfl_xor_sync(kFullMask, sum, 2);
+          const float sum = quad_sum(exponentiate(S_rmem[r], half, m_new, scale));
           if (t == 0) sum_smem[warp * kBr + row] = sum;
         }
       }
@@ -196,8 +192,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int at = fp32_swizzle<D>(r * 16 + half * 8 + g, c * 8 + 2 * t);
-            *reinterpret_cast<float2*>(PV_smem + warp * kBr * D + at) =
-                make_float2(PV_rmem[r][c][2 * half], PV_rmem[r][c][2 * half + 1]);
+            store_pair(PV_smem + warp * kBr * D + at, PV_rmem[r][c][2 * half],
+                       PV_rmem[r][c][2 * half + 1]);
           }
         }
       }
@@ -216,16 +212,14 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int x = 0; x < kOwned; ++x) {
         const int at = fp32_swizzle<D>(own_row, own_col + x * 4 * kOwners);
-        float4 PV = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int e = 0; e < 4; ++e) O_rmem[x][e] *= l_old;
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
-          const float4 part = *reinterpret_cast<const float4*>(PV_smem + w * kBr * D + at);
-          PV = make_float4(PV.x + part.x, PV.y + part.y, PV.z + part.z, PV.w + part.w);
+          float PV_part[4];
+          load_quad(PV_part, PV_smem + w * kBr * D + at);
+          for (int e = 0; e < 4; ++e) O_rmem[x][e] += PV_part[e];
         }
-        O_rmem[x][0] = (O_rmem[x][0] * l_old + PV.x) * l_inverse;
-        O_rmem[x][1] = (O_rmem[x][1] * l_old + PV.y) * l_inverse;
-        O_rmem[x][2] = (O_rmem[x][2] * l_old + PV.z) * l_inverse;
-        O_rmem[x][3] = (O_rmem[x][3] * l_old + PV.w) * l_inverse;
+        for (int e = 0; e < 4; ++e) O_rmem[x][e] *= l_inverse;
       }
 
       // O, m and l go back; the last tile of keys also leaves the result.
@@ -234,9 +228,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int x = 0; x < kOwned; ++x) {
         const int col = own_col + x * 4 * kOwners;
         if (col >= p.head_dim) continue;
-        *reinterpret_cast<float4*>(O_acc + int64_t{i0 + own_row} * p.head_dim + col) =
-            make_float4(O_rmem[x][0], O_rmem[x][1], O_rmem[x][2], O_rmem[x][3]);
-        if (tile_k == tiles_k - 1) store_O(i0 + own_row, col, O_rmem[x]);
+        store_quad(O_acc + int64_t{i0 + own_row} * p.head_dim + col, O_rmem[x]);
+        if (tile_k == tiles_k - 1) store_quad(O + p.o.offset(0, 0, i0 + own_row) + col, O_rmem[x]);
       }
       if (own_col == 0) {
         // In units of the raw scores while the loop lasts, then in natural ones.

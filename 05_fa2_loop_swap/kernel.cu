@@ -13,6 +13,16 @@ constexpr int kThreads = kWarps * 32;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLargeExponent = 1024.f;
 
+// The maximum and the sum over the four lanes that share the rows of a fragment.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kFullMask, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kFullMask, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(kFullMask, x, 1);
+  return x + __shfl_xor_sync(kFullMask, x, 2);
+}
+
 // S = 2^(scale (S - m)) in the rows 16 r + g + 8 half, in place. Returns this lane's part of their
 // sum.
 template <int kN>
@@ -125,8 +135,7 @@ __global__ void __launch_bounds__(kThreads, 2)
               row_max = fmaxf(row_max, S_rmem[r][k][e]);
             }
           }
-          row_max = fmaxf(row_max, __shfl_xor_sync(kFullMask, row_max, 1));
-          row_max = fmaxf(row_max, __shfl_xor_sync(kFullMask, row_max, 2));
+          row_max = quad_max(row_max);
           if (t == 0) max_smem[warp * kBr + row] = row_max;
         }
       }
@@ -143,9 +152,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           float m_new = m_smem[row];
 #pragma unroll
           for (int w = 0; w < kWarps; ++w) m_new = fmaxf(m_new, max_smem[w * kBr + row]);
-          float sum = exponentiate(S_rmem[r], half, m_new, scale);
-          sum += __shfl_xor_sync(kFullMask, sum, 1);
-          sum += __shfl_xor_sync(kFullMask, sum, 2);
+          const float sum = quad_sum(exponentiate(S_rmem[r], half, m_new, scale));
           if (t == 0) sum_smem[warp * kBr + row] = sum;
         }
       }
@@ -160,8 +167,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int at = fp32_swizzle<D>(r * 16 + half * 8 + g, c * 8 + 2 * t);
-            *reinterpret_cast<float2*>(PV_smem + warp * kBr * D + at) =
-                make_float2(PV_rmem[r][c][2 * half], PV_rmem[r][c][2 * half + 1]);
+            store_pair(PV_smem + warp * kBr * D + at, PV_rmem[r][c][2 * half],
+                       PV_rmem[r][c][2 * half + 1]);
           }
         }
       }
@@ -180,16 +187,14 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int x = 0; x < kOwned; ++x) {
         const int at = fp32_swizzle<D>(own_row, own_col + x * 4 * kOwners);
-        float4 PV = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int e = 0; e < 4; ++e) O_rmem[x][e] *= l_old;
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
-          const float4 part = *reinterpret_cast<const float4*>(PV_smem + w * kBr * D + at);
-          PV = make_float4(PV.x + part.x, PV.y + part.y, PV.z + part.z, PV.w + part.w);
+          float PV_part[4];
+          load_quad(PV_part, PV_smem + w * kBr * D + at);
+          for (int e = 0; e < 4; ++e) O_rmem[x][e] += PV_part[e];
         }
-        O_rmem[x][0] = (O_rmem[x][0] * l_old + PV.x) * l_inverse;
-        O_rmem[x][1] = (O_rmem[x][1] * l_old + PV.y) * l_inverse;
-        O_rmem[x][2] = (O_rmem[x][2] * l_old + PV.z) * l_inverse;
-        O_rmem[x][3] = (O_rmem[x][3] * l_old + PV.w) * l_inverse;
+        for (int e = 0; e < 4; ++e) O_rmem[x][e] *= l_inverse;
       }
       m_own = m_new;
       l_own = l_new;
@@ -201,10 +206,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int x = 0; x < kOwned; ++x) {
       const int col = own_col + x * 4 * kOwners;
-      if (col < p.head_dim) {
-        *reinterpret_cast<uint2*>(O + p.o.offset(0, 0, i0 + own_row) + col) =
-            make_uint2(pack2<T>(O_rmem[x][0], O_rmem[x][1]), pack2<T>(O_rmem[x][2], O_rmem[x][3]));
-      }
+      if (col < p.head_dim) store_quad(O + p.o.offset(0, 0, i0 + own_row) + col, O_rmem[x]);
     }
     if (own_col == 0) {
       m[i0 + own_row] = m_own * scale.log2 * kLn2;

@@ -13,6 +13,16 @@ constexpr int kThreads = kWarps * 32;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLargeExponent = 1024.f;
 
+// The maximum and the sum over the four lanes that share the rows of a fragment.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kFullMask, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kFullMask, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(kFullMask, x, 1);
+  return x + __shfl_xor_sync(kFullMask, x, 2);
+}
+
 // S = 2^(scale (S - m)) in the rows 16 r + g + 8 half, in place. Returns this lane's part of their
 // sum.
 template <int kN>
@@ -56,11 +66,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int i0 = blockIdx.x % tiles_q * kBr;
   const int bh = blockIdx.x / tiles_q;
   const int b = bh / p.heads, h = bh % p.heads;
-  Q += p.q.offset(b, h, i0);
+  Q += p.q.offset(b, h);
   K += p.k.offset(b, p.kv_head(h));
   V += p.v.offset(b, p.kv_head(h));
-  O += p.o.offset(b, h, i0);
-  L += int64_t{bh} * p.seqlen_q + i0;
+  O += p.o.offset(b, h);
+  L += int64_t{bh} * p.seqlen_q;
 
   SharedMemory smem;
   T* Q_smem = smem.take<T>("Q_smem", kBr * D);
@@ -79,18 +89,16 @@ __global__ void __launch_bounds__(kThreads, 2)
     cp_async_commit();
   };
   if (tiles_k > 0) {
-    copy_tile_async<kBr, D, kThreads>(Q_smem, Q, p.q.row, p.seqlen_q - i0, p.head_dim);
+    copy_tile_async<kBr, D, kThreads>(Q_smem, Q + p.q.offset(0, 0, i0), p.q.row, p.seqlen_q - i0,
+                                      p.head_dim);
   }
   load_K(0);
 
   // Of rows 16 r + g + 8 half; l is this lane's part of the row's sum.
   float O_rmem[kWarpRows / 16][D / 8][4] = {};
-  float m_rmem[kWarpRows / 16][2], l_rmem[kWarpRows / 16][2];
+  float m_rmem[kWarpRows / 16][2], l_rmem[kWarpRows / 16][2] = {};
 #pragma unroll
-  for (int r = 0; r < kWarpRows / 16; ++r) {
-    m_rmem[r][0] = m_rmem[r][1] = -INFINITY;
-    l_rmem[r][0] = l_rmem[r][1] = 0.f;
-  }
+  for (int r = 0; r < kWarpRows / 16; ++r) m_rmem[r][0] = m_rmem[r][1] = -INFINITY;
 
   for (int tile_k = 0; tile_k < tiles_k; ++tile_k) {
     note_tile(true);
@@ -134,8 +142,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int k = 0; k < kBc / 8; ++k) {
           m_new = fmaxf(m_new, fmaxf(S_rmem[r][k][2 * half], S_rmem[r][k][2 * half + 1]));
         }
-        m_new = fmaxf(m_new, __shfl_xor_sync(kFullMask, m_new, 1));
-        m_new = fmaxf(m_new, __shfl_xor_sync(kFullMask, m_new, 2));
+        m_new = quad_max(m_new);
         const float rescale = rescale_factor(m_rmem[r][half], m_new, scale);
         m_rmem[r][half] = m_new;
         l_rmem[r][half] = l_rmem[r][half] * rescale + exponentiate(S_rmem[r], half, m_new, scale);
@@ -156,17 +163,15 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = row0 + r * 16 + half * 8 + g;
-      float l = l_rmem[r][half];
-      l += __shfl_xor_sync(kFullMask, l, 1);
-      l += __shfl_xor_sync(kFullMask, l, 2);
+      const float l = quad_sum(l_rmem[r][half]);
       const float l_inverse = l == 0.f ? 0.f : divide(1.f, l);
 #pragma unroll
       for (int c = 0; c < D / 8; ++c) {
-        *reinterpret_cast<uint32_t*>(Q_smem + swizzle<D>(row, c * 8 + 2 * t)) =
-            pack2<T>(O_rmem[r][c][2 * half] * l_inverse, O_rmem[r][c][2 * half + 1] * l_inverse);
+        store_pair(Q_smem + swizzle<D>(row, c * 8 + 2 * t), O_rmem[r][c][2 * half] * l_inverse,
+                   O_rmem[r][c][2 * half + 1] * l_inverse);
       }
       if (t == 0 && i0 + row < p.seqlen_q) {
-        L[row] = l == 0.f ? -INFINITY : m_rmem[r][half] * scale.log2 * kLn2 + natural_log(l);
+        L[i0 + row] = l == 0.f ? -INFINITY : m_rmem[r][half] * scale.log2 * kLn2 + natural_log(l);
       }
     }
   }
@@ -176,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int chunk = x * 32 + lane;
     const int row = row0 + chunk / (D / 8), col = chunk % (D / 8) * 8;
     if (i0 + row < p.seqlen_q && col < p.head_dim) {
-      *reinterpret_cast<uint4*>(O + row * p.o.row + col) =
+      *reinterpret_cast<uint4*>(O + p.o.offset(0, 0, i0 + row) + col) =
           *reinterpret_cast<const uint4*>(Q_smem + swizzle<D>(row, col));
     }
   }
@@ -204,10 +209,10 @@ void run(const Problem& p, const ForwardArgs& a, Stream stream) {
   const T* K = static_cast<const T*>(a.K);
   const T* V = static_cast<const T*>(a.V);
   T* O = static_cast<T*>(a.O);
-  launch(
-      attention_kernel<T, D, kBr, kBc>,
-      {p.batch_heads() * ceil_div(p.seqlen_q, kBr), kThreads, kSmemBytes<T, D, kBr, kBc>, stream},
-      Q, K, V, O, a.L, p, score_scale(p.scale));
+  const int tiles_q = ceil_div(p.seqlen_q, kBr);
+  launch(attention_kernel<T, D, kBr, kBc>,
+         {p.batch_heads() * tiles_q, kThreads, kSmemBytes<T, D, kBr, kBc>, stream}, Q, K, V, O, a.L,
+         p, score_scale(p.scale));
 }
 
 template <typename T, int D>

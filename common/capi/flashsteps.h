@@ -91,7 +91,8 @@ typedef struct flashsteps_forward_args {
 
   void* stream;  ///< a cudaStream_t of the card that holds the tensors; NULL: the default stream
   /// On a card: at least as many bytes of its memory as flashsteps_forward_workspace() says, aligned
-  /// to 256, and in use until the stream has done its work. NULL where none are needed.
+  /// to 256, and in use until the stream has done its work. NULL where none are needed, and on the
+  /// CPU model, which brings its own.
   void* workspace;
   uint64_t workspace_bytes;  ///< that `workspace` has
 
@@ -116,17 +117,16 @@ typedef struct flashsteps_forward_args {
 FLASHSTEPS_API flashsteps_status flashsteps_forward(const flashsteps_forward_args* args);
 
 /// How many bytes of workspace the stage needs for this problem: those of S, P, O_acc, m, l, …, each
-/// rounded up to 256. Pointers, strides, stream and workspace are not looked at, and no card is
-/// needed.
+/// rounded up to 256. Pointers, stream and workspace are not looked at, and no card is needed.
 ///
 /// \param args the problem
-/// \param[out] bytes 0 for a stage that keeps everything on the chip, and on the CPU model
+/// \param[out] bytes 0 for a stage that keeps everything on the chip
 /// \returns FLASHSTEPS_BAD_INPUT as flashsteps_forward() does
 FLASHSTEPS_API flashsteps_status flashsteps_forward_workspace(const flashsteps_forward_args* args,
                                                               uint64_t* bytes);
 
-/// The tile sizes that flashsteps_forward() would use on the current card. Not looked at: as for
-/// flashsteps_forward_workspace().
+/// The tile sizes that flashsteps_forward() would use on the current card. Pointers, stream and
+/// workspace are not looked at.
 ///
 /// \param args the problem
 /// \param[out] rows Br, rows of Q; 0 for a stage without tiles

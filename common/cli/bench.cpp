@@ -60,6 +60,7 @@ Json time_stages(const Options& options, OpenedDevice& device, const Problem& p,
   Json stages = Json::array();
   Table table({{"stage", Align::left},
                {"name", Align::left},
+               {"tiles"},
                {"ms"},
                {"p10"},
                {"p90"},
@@ -71,7 +72,7 @@ Json time_stages(const Options& options, OpenedDevice& device, const Problem& p,
     TimeResult time;
     std::optional<TimeResult> lse;
     try {
-      time = time_forward(*device.device, *stage, p, {.seed = options.seed});
+      time = time_forward(*device.device, *stage, p, {.seed = options.seed}, options.variant);
       lse = time_lse(*device.device, *stage, p, {.seed = options.seed});
     } catch (const DeviceFault&) {
       throw;
@@ -81,11 +82,12 @@ Json time_stages(const Options& options, OpenedDevice& device, const Problem& p,
       continue;
     }
     const double tflops = forward_tflops(p, time.median_ms);
-    table.add({stage->id, stage->name, ms_cell(time.median_ms), ms_cell(time.p10_ms),
-               ms_cell(time.p90_ms), fmt::format("{:.1f}", tflops), share_cell(tflops, ceilings),
+    table.add({stage->id, stage->name, tiles_cell(tiles_of(*stage, p, options.variant)),
+               ms_cell(time.median_ms), ms_cell(time.p10_ms), ms_cell(time.p90_ms),
+               fmt::format("{:.1f}", tflops), share_cell(tflops, ceilings),
                lse ? ms_cell(lse->median_ms) : "-"});
     add_time_notes(table, p, time, ceilings);
-    Json json = stage_json(*stage, p);
+    Json json = stage_json(*stage, p, options.variant);
     json["time"] = time_json(p, time, ceilings);
     if (lse)
       json["lse_time"] = {
@@ -95,6 +97,101 @@ Json time_stages(const Options& options, OpenedDevice& device, const Problem& p,
   progress.clear();
   print_problem(options, p, false);
   print("{}", table.str());
+  print_left_out(selection);
+  return stages;
+}
+
+// Leaves in the selection the stages that are built for more than one tile size.
+void keep_tunable(const Options& options, const Problem& p, Selection& selection) {
+  std::vector<const Stage*> tunable;
+  for (const Stage* stage : selection.stages) {
+    const std::vector<Tiles> candidates = tile_candidates(*stage, p);
+    if (candidates.size() > 1) {
+      tunable.push_back(stage);
+      continue;
+    }
+    const std::string why = candidates.empty()
+                                ? "has no tiles"
+                                : "is built for one tile size, " + tiles_cell(candidates.front());
+    if (options.stages != "all")
+      throw std::invalid_argument(fmt::format("--tune: stage {} {}", stage->id, why));
+    selection.left_out.push_back({stage->id, why});
+  }
+  if (tunable.empty())
+    throw std::invalid_argument("--tune: no stage of this program is built for several tile sizes");
+  selection.stages = std::move(tunable);
+}
+
+// Times every tile size of the selected stages on one problem, each stage's in turn, and shows what
+// its kernel takes beside its time. Returns the report's "stages".
+Json tune_stages(const Options& options, OpenedDevice& device, const Problem& p,
+                 const Ceilings& ceilings, Selection& selection, Progress& progress) {
+  Json stages = Json::array();
+  Table table({{"stage", Align::left},
+               {"tiles"},
+               {"ms"},
+               {"p10"},
+               {"p90"},
+               {"TFLOP/s"},
+               {"of ceiling"},
+               {"of the fastest"},
+               {"registers"},
+               {"spilled"},
+               {"shared memory"},
+               {"blocks per SM"},
+               {"warps per SM"}});
+  for (const Stage* stage : selection.stages) {
+    const std::vector<Tiles> candidates = tile_candidates(*stage, p);
+    progress.say(
+        fmt::format("timing {} {} at {} tile sizes", stage->id, stage->name, candidates.size()));
+    std::vector<Variant> variants;
+    for (const Tiles tiles : candidates)
+      variants.push_back(
+          {.tiles = tiles, .one_block_per_head = options.variant.one_block_per_head});
+    const InterleavedResult times = time_forward_interleaved(
+        *device.device, std::vector(candidates.size(), stage), p, {.seed = options.seed}, variants);
+    size_t fastest = 0;
+    for (size_t i = 1; i < candidates.size(); ++i) {
+      if (times.speedup(i, fastest) > 1) fastest = i;
+    }
+    Json json = stage_json(*stage, p);
+    for (size_t i = 0; i < candidates.size(); ++i) {
+      const TimeResult& time = times.time[i];
+      const KernelResources& kernel = times.kernel[i];
+      const double tflops = forward_tflops(p, time.median_ms);
+      const int warps = kernel.blocks_per_multiprocessor * kernel.threads / 32;
+      table.add({i == 0 ? stage->id : "", name_of(candidates[i]), ms_cell(time.median_ms),
+                 ms_cell(time.p10_ms), ms_cell(time.p90_ms), fmt::format("{:.1f}", tflops),
+                 share_cell(tflops, ceilings), fmt::format("{:.2f}", times.speedup(i, fastest)),
+                 std::to_string(kernel.registers_per_thread),
+                 kernel.local_bytes > 0 ? fmt::format("{} B", kernel.local_bytes) : "no",
+                 with_commas(kernel.shared_memory),
+                 std::to_string(kernel.blocks_per_multiprocessor), std::to_string(warps)});
+      add_time_notes(table, p, time, ceilings);
+      Json candidate = {{"tiles", tiles_json(candidates[i])},
+                        {"time", time_json(p, time, ceilings)},
+                        {"kernel",
+                         {{"name", kernel.name},
+                          {"threads", kernel.threads},
+                          {"registers_per_thread", kernel.registers_per_thread},
+                          {"local_bytes_per_thread", kernel.local_bytes},
+                          {"shared_memory", kernel.shared_memory},
+                          {"blocks_per_multiprocessor", kernel.blocks_per_multiprocessor}}}};
+      candidate["time"]["speed_of_fastest"] = times.speedup(i, fastest);
+      json["candidates"].push_back(candidate);
+    }
+    json["fastest"] = tiles_json(candidates[fastest]);
+    table.add_note(fmt::format("{} chooses {}; fastest here: {}", stage->id,
+                               name_of(candidates.front()), name_of(candidates[fastest])));
+    stages.push_back(json);
+  }
+  progress.clear();
+  print_problem(options, p, false);
+  print("{}", table.str());
+  print(
+      "\nspilled: bytes of local memory that a thread needs beside its registers; shared memory: "
+      "bytes of a block;\nblocks per SM: how many fit at once, by registers, shared memory and "
+      "threads.\n");
   print_left_out(selection);
   return stages;
 }
@@ -117,7 +214,12 @@ int bench_sweep(const Options& options, OpenedDevice& device, const Ceilings& ce
   if (options.head_dim) head_dims = {*options.head_dim};
   std::vector<bool> masks = {false, true};
   if (options.causal) masks = {true};
-  report["sweep"] = Json::array();
+  struct Cell {
+    Options options;
+    Problem problem;
+    Selection selection;
+  };
+  std::vector<Cell> cells;  // all of them are looked at before the first is timed
   for (const int head_dim : head_dims) {
     for (const bool causal : masks) {
       for (int seqlen = 512; seqlen <= kTokens; seqlen *= 2) {
@@ -133,14 +235,18 @@ int bench_sweep(const Options& options, OpenedDevice& device, const Ceilings& ce
         std::erase_if(selection.stages, [&](const Stage* stage) {
           return seqlen > kLongestStored && stores_scores(*stage, p);
         });
-        if (selection.stages.empty()) continue;
-        Json json = {{"problem", problem_json(cell, p, false)}};
-        print("\n");
-        json["stages"] = time_stages(cell, device, p, ceilings, selection, progress);
-        add_left_out(selection, json);
-        report["sweep"].push_back(json);
+        if (!selection.stages.empty()) cells.push_back({cell, p, std::move(selection)});
       }
     }
+  }
+  report["sweep"] = Json::array();
+  for (Cell& cell : cells) {
+    Json json = {{"problem", problem_json(cell.options, cell.problem, false)}};
+    print("\n");
+    json["stages"] =
+        time_stages(cell.options, device, cell.problem, ceilings, cell.selection, progress);
+    add_left_out(cell.selection, json);
+    report["sweep"].push_back(json);
   }
   write_report(options, report);
   return 0;
@@ -264,6 +370,7 @@ int bench(const Options& options) {
   std::optional<Selection> selection;
   const Problem p = problem_for(options, device.info.target);
   if (!options.sweep) selection = select(options, p, device.info);
+  if (options.tune) keep_tunable(options, p, *selection);
   Progress progress;
   progress.say("measuring the ceilings");
   const Ceilings ceilings = measure_ceilings(*device.device, {.seed = options.seed});
@@ -275,7 +382,8 @@ int bench(const Options& options) {
   if (options.sweep) return bench_sweep(options, device, ceilings, std::move(report));
 
   report["problem"] = problem_json(options, p, false);
-  report["stages"] = time_stages(options, device, p, ceilings, *selection, progress);
+  report["stages"] = (options.tune ? tune_stages : time_stages)(options, device, p, ceilings,
+                                                                *selection, progress);
   add_left_out(*selection, report);
   write_report(options, report);
   return 0;

@@ -20,12 +20,13 @@ namespace {
 
 using Align = Table::Align;
 
-std::vector<std::string> check_row(const char* id, const char* name,
+std::vector<std::string> check_row(const char* id, const char* name, const std::string& tiles,
                                    const std::optional<Comparison>& c) {
-  if (!c) return {id, name, "-", "-", "-", "-", "FAILED"};
+  if (!c) return {id, name, tiles, "-", "-", "-", "-", "FAILED"};
   const auto number = [](double x) { return fmt::format("{:.2e}", x); };
   return {id,
           name,
+          tiles,
           number(c->max_abs_error),
           number(c->bound),
           number(c->lse_max_abs_error),
@@ -36,9 +37,20 @@ std::vector<std::string> check_row(const char* id, const char* name,
 }  // namespace
 
 int list(const Options& options) {
-  OpenedDevice device = open_device(options);
-  const Problem p = problem_for(options, device.info.target);
-  Json report = new_report(device);
+  // Stages can be listed where nothing can run them.
+  OpenedDevice device;
+  std::string no_device;
+  try {
+    device = open_device(options);
+  } catch (const DeviceError& error) {
+    if (options.device) throw;
+    no_device = error.what();
+    device.info.target = stages_for(Target::cuda).empty() ? Target::model : Target::cuda;
+  }
+  const Target target = device.info.target;
+  const Problem p = problem_for(options, target);
+  Json report = no_device.empty() ? new_report(device)
+                                  : Json{{"device", {{"target", "none"}, {"reason", no_device}}}};
   report["problem"] = problem_json(options, p, false);
   report["stages"] = Json::array();
   Table table({{"stage", Align::left},
@@ -47,16 +59,26 @@ int list(const Options& options) {
                {"memory"},
                {"idea", Align::left}});
   for (const std::string& id : select_stages(options.stages)) {
-    const Stage* stage = find_stage(id, device.info.target);
-    const auto reason = why_not(id, p, device.info);
-    if (!stage)
-      stage = find_stage(id, device.info.target == Target::model ? Target::cuda : Target::model);
-    const Tiles tiles = stage->tiles(p);
-    table.add({stage->id, stage->name,
-               tiles.Br > 0 ? fmt::format("{} x {}", tiles.Br, tiles.Bc) : "-",
-               human_bytes(device_bytes(*stage, p)), stage->summary});
+    const Stage* stage = find_stage(id, target);
+    std::optional<std::string> reason;
+    if (no_device.empty()) reason = why_not(id, p, device.info);
+    if (!stage) stage = find_stage(id, target == Target::model ? Target::cuda : Target::model);
+    Json json = {{"stage", stage->id}, {"name", stage->name}};
+    std::string tiles = "-";
+    try {
+      const std::vector<Tiles> candidates = tile_candidates(*stage, p);
+      if (!candidates.empty()) {
+        json["tiles"] = tiles_json(candidates.front());
+        tiles = name_of(candidates.front());
+        for (const Tiles candidate : candidates)
+          json["candidates"].push_back(tiles_json(candidate));
+      }
+    } catch (const DeviceError&) {
+      tiles = "by card";  // and there is none
+    }
+    table.add(
+        {stage->id, stage->name, tiles, human_bytes(device_bytes(*stage, p)), stage->summary});
     if (reason) table.add_note("cannot run here: " + *reason);
-    Json json = stage_json(*stage, p);
     json["summary"] = stage->summary;
     json["file"] = stage->file;
     json["device_bytes"] = device_bytes(*stage, p);
@@ -64,7 +86,11 @@ int list(const Options& options) {
     report["stages"].push_back(json);
   }
   write_report(options, report);
-  print_device(device);
+  if (no_device.empty()) {
+    print_device(device);
+  } else {
+    print("device   none: {}\n", no_device);
+  }
   print_problem(options, p, false);
   print("\n{}", table.str());
   return 0;
@@ -86,6 +112,7 @@ int check(const Options& options) {
   report["stages"] = Json::array();
   Table table({{"stage", Align::left},
                {"name", Align::left},
+               {"tiles"},
                {"O error"},
                {"bound"},
                {"L error"},
@@ -95,11 +122,12 @@ int check(const Options& options) {
   for (const StageRun& run : runs) {
     const Verdict verdict = judge(p, yardstick, run);
     all_ok &= verdict.ok();
-    table.add(check_row(run.stage->id, run.stage->name, verdict.oracle));
-    if (verdict.files) table.add(check_row("", "  against the files", verdict.files));
+    table.add(check_row(run.stage->id, run.stage->name,
+                        tiles_cell(tiles_of(*run.stage, p, run.variant)), verdict.oracle));
+    if (verdict.files) table.add(check_row("", "  against the files", "", verdict.files));
     if (!verdict.ok()) table.add_note(verdict.describe());
     if (run.run) write_outputs(options, p, run.run->outputs);
-    report["stages"].push_back(stage_json(*run.stage, p));
+    report["stages"].push_back(stage_json(*run.stage, p, run.variant));
     add_verdict(verdict, report["stages"].back());
   }
   add_left_out(selection, report);
@@ -123,16 +151,30 @@ int count(const Options& options) {
   Json report = new_report(device);
   report["problem"] = problem_json(options, p, true);
   report["stages"] = Json::array();
-  std::vector<std::string> ids, lse_ids;
+  if (options.card) report["card"] = card_json(*options.card);
+  std::vector<std::string> ids, lse_ids, without_bound;
+  std::vector<Tiles> tiles;
+  std::vector<std::optional<TimeBound>> bounds;
   std::vector<Ledger> ledgers, lse_ledgers;
   bool all_ok = true;
   std::string faults;
   for (const StageRun& run : runs) {
-    Json json = stage_json(*run.stage, p);
+    Json json = stage_json(*run.stage, p, run.variant);
     if (run.run && run.run->ledger) {
       ids.push_back(run.stage->id);
+      tiles.push_back(tiles_of(*run.stage, p, run.variant));
       ledgers.push_back(*run.run->ledger);
       json["counts"] = *run.run->ledger;
+      if (options.card) {
+        bounds.emplace_back();
+        if (const auto reason = why_no_bound(*options.card, p, *run.run->ledger)) {
+          without_bound.push_back(fmt::format("{} {}", run.stage->id, *reason));
+          json["no_bound"] = *reason;
+        } else {
+          bounds.back() = time_bound(*options.card, p, *run.run->ledger);
+          json["bound"] = bound_json(*options.card, *bounds.back());
+        }
+      }
       if (run.run->lse_ledger) {
         lse_ids.push_back(run.stage->id);
         lse_ledgers.push_back(*run.run->lse_ledger);
@@ -149,9 +191,14 @@ int count(const Options& options) {
   write_report(options, report);
   print_device(device);
   print_problem(options, p, true);
-  if (!ids.empty()) print("\n{}", ledger_table(ids, ledgers, false));
+  if (!ids.empty()) print("\n{}", ledger_table(ids, tiles, ledgers, false));
   if (!lse_ids.empty()) {
-    print("\nand for L, by the common kernel:\n{}", ledger_table(lse_ids, lse_ledgers, true));
+    print("\nand for L, by the common kernel:\n{}", ledger_table(lse_ids, {}, lse_ledgers, true));
+  }
+  if (options.card && !ids.empty()) {
+    print("\na bound from datasheet figures, not a time: what a {} needs at least\n{}",
+          options.card->full_name, bound_table(ids, bounds));
+    for (const std::string& line : without_bound) print("no bound: {}\n", line);
   }
   print("{}", faults);
   print_left_out(selection);

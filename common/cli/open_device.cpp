@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "common/cli/task.h"
 #include "common/gpu/cuda_support.h"
 
@@ -19,10 +21,16 @@ OpenedDevice open_cuda() {
 #endif
 }
 
-OpenedDevice open_model(uint64_t seed, std::string why) {
+OpenedDevice open_model(const Options& options, std::string why) {
 #ifdef FLASHSTEPS_HAS_MODEL
   model::Options settings = model::options();
-  settings.seed = seed;
+  settings.seed = options.seed;
+  if (options.card) {
+    settings.shared_memory_per_block = options.card->shared_memory_per_block;
+    // A stage's kernels are those for 8.0 even where the bound is for an older card.
+    settings.capability = std::max(options.card->capability, kOldestCapability);
+  }
+  if (options.shared_memory) settings.shared_memory_per_block = *options.shared_memory;
   model::set_options(settings);
   OpenedDevice opened;
   opened.device = make_model_device();
@@ -30,7 +38,7 @@ OpenedDevice open_model(uint64_t seed, std::string why) {
   opened.why = std::move(why);
   return opened;
 #else
-  (void)seed;
+  (void)options;
   std::string message =
       "this program was built without the CPU model: it needs g++ and Boost.Context at build time";
   if (!why.empty()) message += "; " + why;
@@ -42,9 +50,10 @@ OpenedDevice open_model(uint64_t seed, std::string why) {
 
 OpenedDevice open_device(const Options& options) {
   if (options.device == Target::cuda) return open_cuda();
-  if (options.device == Target::model) return open_model(options.seed, "");
+  if (options.device == Target::model) return open_model(options, "");
+  if (options.shared_memory) return open_model(options, "--shared-memory was given");
   const std::string no_cuda = why_no_cuda();
-  if (!no_cuda.empty()) return open_model(options.seed, no_cuda);
+  if (!no_cuda.empty()) return open_model(options, no_cuda);
   OpenedDevice opened = open_cuda();
   opened.why = "there is a usable card";
   return opened;
@@ -53,7 +62,7 @@ OpenedDevice open_device(const Options& options) {
 OpenedDevice open_model(const Options& options) {
   if (options.device == Target::cuda)
     throw DeviceError("only the CPU model counts; use --device model, or bench on a card");
-  return open_model(options.seed, "");
+  return open_model(options, "");
 }
 
 }  // namespace flashsteps::cli

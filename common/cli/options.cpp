@@ -13,6 +13,7 @@
 #include "common/attention/validate.h"
 #include "common/reference/file.h"
 #include "common/stage/registry.h"
+#include "common/stage/run.h"
 
 namespace flashsteps::cli {
 namespace {
@@ -148,6 +149,47 @@ void add_common_options(CLI::App& app, Options& options) {
       ->type_name("DEVICE");
 }
 
+Tiles parse_tiles(const std::string& text) {
+  const auto refuse_it = [&] { refuse("--tiles", text, "BRxBC, as in 128x64"); };
+  Tiles tiles;
+  const char* const end = text.data() + text.size();
+  const auto br = std::from_chars(text.data(), end, tiles.Br);
+  if (br.ec != std::errc() || br.ptr == end || *br.ptr != 'x') refuse_it();
+  const auto bc = std::from_chars(br.ptr + 1, end, tiles.Bc);
+  if (bc.ec != std::errc() || bc.ptr != end || tiles.Br < 1 || tiles.Bc < 1) refuse_it();
+  return tiles;
+}
+
+void add_variant(CLI::App& app, Options& options) {
+  app.add_option_function<std::string>(
+         "--tiles", [&](const std::string& text) { options.variant.tiles = parse_tiles(text); },
+         "rows of Q and of K in a tile, for stages that are built for several (07, 08; list --json "
+         "names them)")
+      ->type_name("BRxBC");
+  app.add_option_function<std::string>(
+         "--grid",
+         [&](const std::string& text) {
+           if (text != "bh") refuse("--grid", text, "bh");
+           options.variant.one_block_per_head = true;
+         },
+         "bh: one block for each (batch, head), as 04 has, instead of one for each row tile (05)")
+      ->type_name("GRID");
+}
+
+void add_shared_memory(CLI::App& app, Options& options) {
+  constexpr int64_t kMost = 256 * 1024;
+  app.add_option_function<std::string>(
+         "--shared-memory",
+         [&](const std::string& text) {
+           options.shared_memory =
+               parse_number<int64_t>("--shared-memory", text, 0, kMost,
+                                     fmt::format("whole numbers of bytes from 0 to {}", kMost));
+         },
+         "of a block on the card that the model imitates: 101376 (99 KB) on consumer cards, 166912 "
+         "on an A100, 232448 on Hopper (the default)")
+      ->type_name("BYTES");
+}
+
 void add_path(CLI::App& app, const char* name, std::optional<std::filesystem::path>& to,
               bool written, const char* help) {
   app.add_option_function<std::string>(
@@ -195,6 +237,26 @@ void require_consistent(const Options& options) {
       }
     }
   }
+  if (options.variant.one_block_per_head) {
+    for (const std::string& id : select_stages(options.stages)) {
+      const Stage* stage = find_stage(id, Target::model);
+      if (!stage) stage = find_stage(id, Target::cuda);
+      if (!has_grid_choice(*stage)) {
+        throw std::invalid_argument(
+            fmt::format("--grid bh is for stage 05 alone: stage {} has one grid (--stage is {})",
+                        id, options.stages));
+      }
+    }
+  }
+  if (options.shared_memory && options.device == Target::cuda) {
+    throw std::invalid_argument(
+        "--shared-memory is of the card that the model imitates; --device is cuda");
+  }
+  if (options.tune) {
+    if (options.sweep) throw std::invalid_argument("--tune and --sweep exclude each other");
+    if (options.variant.tiles != Tiles{})
+      throw std::invalid_argument("--tune times all tiles; leave out --tiles");
+  }
   const bool shape_given =
       options.batch || options.heads || options.kv_heads || options.seqlen_q || options.seqlen_k;
   if (options.sweep && shape_given) {
@@ -230,7 +292,7 @@ std::optional<Options> parse(int argc, char** argv) {
     sub->callback([&options, command] { options.command = command; });
     return sub;
   };
-  subcommand(Command::list, "list", "shows the stages, and what each needs");
+  CLI::App* list = subcommand(Command::list, "list", "shows the stages, and what each needs");
   CLI::App* check =
       subcommand(Command::check, "check", "compares each stage with Eigen in double precision");
   CLI::App* count = subcommand(Command::count, "count",
@@ -240,6 +302,8 @@ std::optional<Options> parse(int argc, char** argv) {
       subcommand(Command::ladder, "ladder",
                  "checks every stage, and counts (model) or times (card) it: one table");
 
+  for (CLI::App* sub : {check, count, bench}) add_variant(*sub, options);
+  for (CLI::App* sub : {list, check, count, ladder}) add_shared_memory(*sub, options);
   for (CLI::App* sub : {check, count, ladder}) add_input_files(*sub, options);
   for (CLI::App* sub : {check, ladder}) {
     add_path(*sub, "--expect-o", options.expect_o, false, "also compares O with this .npy file");
@@ -250,6 +314,22 @@ std::optional<Options> parse(int argc, char** argv) {
            "writes O of the one stage as .npy: float16, or float32 for bf16, which .npy has no "
            "name for");
   add_path(*check, "--lse", options.lse, true, "writes L of the one stage as .npy (float32)");
+  count
+      ->add_option_function<std::string>(
+          "--card",
+          [&](const std::string& text) {
+            try {
+              options.card = &find_card(text);
+            } catch (const std::invalid_argument& error) {
+              throw std::invalid_argument(fmt::format("--card is {}", error.what()));
+            }
+          },
+          "H200, H100, A100, RTX4090 or T4: also shows the least time that each stage could take "
+          "there, a bound from its datasheet; the model imitates its shared memory")
+      ->type_name("CARD");
+  bench->add_flag("--tune", options.tune,
+                  "times every tile size that a stage is built for (07, 08), and shows what each "
+                  "takes of registers and shared memory");
   bench->add_flag(
       "--sweep", options.sweep,
       "seqlen 512 to 16384 with batch * seqlen = 16384 and heads * head_dim = 2048, bf16; head_dim "

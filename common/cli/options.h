@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 
+#include "common/attention/card.h"
 #include "common/attention/layout.h"
 #include "common/attention/problem.h"
 #include "common/reference/inputs.h"
@@ -33,8 +34,13 @@ struct Options {
   uint64_t seed = 1;  ///< of the inputs, and of the model's scheduler
   std::optional<std::filesystem::path> q, k, v, expect_o, expect_lse;
 
+  Variant variant;                       ///< --tiles, --grid
+  std::optional<int64_t> shared_memory;  ///< of the card that the model imitates, bytes a block
+  const Card* card = nullptr;            ///< whose bound count shows; the model imitates it
+
   std::optional<std::filesystem::path> json, out, lse;
   bool sweep = false;
+  bool tune = false;
 };
 
 /// heads * head_dim of bench --sweep, as in FlashAttention's papers.

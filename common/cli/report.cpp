@@ -9,6 +9,7 @@
 #include "common/reference/file.h"
 #include "common/stage/ledger_json.h"
 #include "common/stage/registry.h"
+#include "common/stage/run.h"
 
 namespace flashsteps::cli {
 Json new_report(const OpenedDevice& device) {
@@ -53,11 +54,20 @@ Json problem_json(const Options& options, const Problem& p, bool has_inputs) {
   return json;
 }
 
-Json stage_json(const Stage& stage, const Problem& p) {
+Json stage_json(const Stage& stage, const Problem& p, const Variant& variant) {
   Json json = {{"stage", stage.id}, {"name", stage.name}};
-  if (const Tiles tiles = stage.tiles(p); tiles.Br > 0)
-    json["tiles"] = {{"Br", tiles.Br}, {"Bc", tiles.Bc}};
+  if (const Tiles tiles = tiles_of(stage, p, variant); tiles != Tiles{})
+    json["tiles"] = tiles_json(tiles);
+  if (variant.one_block_per_head) json["grid"] = "bh";
   return json;
+}
+
+Json tiles_json(Tiles tiles) {
+  return {{"Br", tiles.Br}, {"Bc", tiles.Bc}};
+}
+
+std::string tiles_cell(Tiles tiles) {
+  return tiles == Tiles{} ? "-" : name_of(tiles);
 }
 
 Json check_json(const Comparison& c) {
@@ -119,11 +129,16 @@ void print_problem(const Options& options, const Problem& p, bool has_inputs) {
   }
 }
 
-std::string ledger_table(const std::vector<std::string>& ids, const std::vector<Ledger>& ledgers,
-                         bool skip_zero) {
+std::string ledger_table(const std::vector<std::string>& ids, const std::vector<Tiles>& tiles,
+                         const std::vector<Ledger>& ledgers, bool skip_zero) {
   std::vector<Table::Column> columns = {{"", Table::Align::left}};
   for (const std::string& id : ids) columns.push_back({id});
   Table table(columns);
+  if (!tiles.empty()) {
+    std::vector<std::string> row = {"tiles, Br x Bc"};
+    for (const Tiles& of_stage : tiles) row.push_back(tiles_cell(of_stage));
+    table.add(row);
+  }
   const auto add_bytes = [&](const char* title, BytesByTensor Ledger::*member) {
     std::set<std::string> tensors;
     std::vector<std::string> totals = {title};
@@ -173,6 +188,53 @@ std::string ledger_table(const std::vector<std::string>& ids, const std::vector<
   add("blocks", &Ledger::grid_blocks);
   add("tiles visited", &Ledger::tiles_visited);
   add("  masked", &Ledger::tiles_masked);
+  return table.str();
+}
+
+Json bound_json(const Card& card, const TimeBound& bound) {
+  return {{"card", card.name},
+          {"us", bound.bound_us()},
+          {"by", bound.bound_by()},
+          {"memory_us", bound.memory_us},
+          {"tensor_cores_us", bound.tensor_us},
+          {"fma_us", bound.fma_us},
+          {"exponentials_us", bound.special_us},
+          {"requested_bytes_us", bound.requested_us}};
+}
+
+Json card_json(const Card& card) {
+  return {{"name", card.name},
+          {"full_name", card.full_name},
+          {"capability", capability_name(card.capability)},
+          {"multiprocessors", card.multiprocessors},
+          {"clock_ghz", card.clock_ghz},
+          {"memory_gb_per_s", card.memory_gb_per_s},
+          {"tensor_tflops", card.tensor_tflops},
+          {"fp32_tflops", card.fp32_tflops},
+          {"special_per_s", card.special_per_s()},
+          {"shared_memory_per_block", card.shared_memory_per_block}};
+}
+
+std::string bound_table(const std::vector<std::string>& ids,
+                        const std::vector<std::optional<TimeBound>>& bounds) {
+  std::vector<Table::Column> columns = {{"microseconds", Table::Align::left}};
+  for (const std::string& id : ids) columns.push_back({id});
+  Table table(columns);
+  const auto add = [&](const char* title, const auto& cell) {
+    std::vector<std::string> row = {title};
+    for (const auto& bound : bounds) row.push_back(bound ? cell(*bound) : "-");
+    table.add(row);
+  };
+  const auto add_us = [&](const char* title, double TimeBound::*part) {
+    add(title, [&](const TimeBound& b) { return fmt::format("{:.3g}", b.*part); });
+  };
+  add_us("memory, every byte once", &TimeBound::memory_us);
+  add_us("tensor cores", &TimeBound::tensor_us);
+  add_us("FMA", &TimeBound::fma_us);
+  add_us("exponentials, divisions", &TimeBound::special_us);
+  add("at least", [](const TimeBound& b) { return fmt::format("{:.3g}", b.bound_us()); });
+  add("  because of", [](const TimeBound& b) { return std::string(b.bound_by()); });
+  add_us("memory, all bytes asked for", &TimeBound::requested_us);
   return table.str();
 }
 

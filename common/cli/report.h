@@ -12,6 +12,7 @@
 #include "common/cli/options.h"
 #include "common/cli/task.h"
 #include "common/reference/compare.h"
+#include "common/stage/bound.h"
 #include "common/stage/ledger.h"
 #include "common/timing/timing.h"
 
@@ -30,8 +31,13 @@ void print(fmt::format_string<Args...> format, Args&&... args) {
 Json new_report(const OpenedDevice& device);
 /// As the report's "problem".
 Json problem_json(const Options& options, const Problem& problem, bool has_inputs);
-/// As an entry of the report's "stages": id, name and, where the stage has any, tiles.
-Json stage_json(const Stage& stage, const Problem& problem);
+/// As an entry of the report's "stages": id, name and, where the stage has any, the tiles that it
+/// runs with; "grid" where it is not the usual one.
+Json stage_json(const Stage& stage, const Problem& problem, const Variant& variant = {});
+/// {"Br": …, "Bc": …}
+Json tiles_json(Tiles tiles);
+/// "128x64", or "-" where a stage has no tiles.
+std::string tiles_cell(Tiles tiles);
 /// As a stage's "check".
 Json check_json(const Comparison& comparison);
 Json time_json(const Problem& problem, const TimeResult& time, const Ceilings& ceilings);
@@ -47,8 +53,19 @@ void print_problem(const Options& options, const Problem& problem, bool has_inpu
 /// The ledgers of several stages side by side, a count a line. A tensor that a stage does not touch
 /// shows as "-".
 ///
+/// \param tiles of each stage, shown in the first line; empty: no such line
+///
 /// \param skip_zero leaves out counts that are 0 for all
-std::string ledger_table(const std::vector<std::string>& ids, const std::vector<Ledger>& ledgers,
-                         bool skip_zero);
+std::string ledger_table(const std::vector<std::string>& ids, const std::vector<Tiles>& tiles,
+                         const std::vector<Ledger>& ledgers, bool skip_zero);
+
+/// A bound as a stage's "bound", and the card's figures as the report's "card".
+Json bound_json(const Card& card, const TimeBound& bound);
+Json card_json(const Card& card);
+
+/// What each part of the card would need for each stage, a part a line, the bound, and which part
+/// it comes from. A stage without a bound shows as "-".
+std::string bound_table(const std::vector<std::string>& ids,
+                        const std::vector<std::optional<TimeBound>>& bounds);
 
 }  // namespace flashsteps::cli

@@ -37,6 +37,7 @@ Selection select(const Options& options, const Problem& problem, const DeviceInf
       reasons += fmt::format("; {} {}", stage.id, stage.reason);
     throw DeviceError("no stage can run here" + reasons);
   }
+  for (const Stage* stage : selection.stages) tiles_of(*stage, problem, options.variant);
   return selection;
 }
 
@@ -58,9 +59,9 @@ std::vector<StageRun> run_stages(const Options& options, OpenedDevice& device, c
   for (const Stage* stage : selection.stages) {
     progress.say(fmt::format("running {} {} ({} of {})", stage->id, stage->name, runs.size() + 1,
                              selection.stages.size()));
-    StageRun run{.stage = stage, .run = {}, .fault = {}};
+    StageRun run{.stage = stage, .variant = options.variant, .run = {}, .fault = {}};
     try {
-      run.run = run_forward(*device.device, *stage, task.problem, task.inputs);
+      run.run = run_forward(*device.device, *stage, task.problem, task.inputs, run.variant);
     } catch (const DeviceFault& fault) {
       // The card does nothing more for this process.
       run.fault = fault.what();

@@ -35,6 +35,8 @@ std::optional<std::string> why_not(std::string_view id, const Problem& problem,
 
 /// The stages that the options name. Leaves out what cannot run here where they name `all`.
 ///
+/// \throws std::invalid_argument where a stage does not have what --tiles or --grid ask for
+///
 /// \throws DeviceError where a stage that was named cannot run, or no stage can
 Selection select(const Options& options, const Problem& problem, const DeviceInfo& device);
 
@@ -45,6 +47,7 @@ void add_left_out(const Selection& selection, Json& report);
 /// line.
 struct StageRun {
   const Stage* stage = nullptr;
+  Variant variant;
   std::optional<ForwardRun> run;
   std::string fault;
 };

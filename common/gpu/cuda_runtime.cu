@@ -167,16 +167,25 @@ KernelLimits ask_limits(const void* kernel, int device) {
   return answer;
 }
 
+// The launch that was prepared last, for last_launched_kernel().
+struct LastLaunch {
+  const void* kernel = nullptr;
+  int block = 0;
+  int smem = 0;
+};
+LastLaunch last_launch;
+std::mutex launch_mutex;  // guards it, and what is known of kernels
+
 }  // namespace
 
 void prepare_launch(const void* kernel, int64_t grid, int block, int smem) {
   // One look-up for each launch (some tens of nanoseconds); the runtime is asked once a kernel and
   // device.
-  static std::mutex mutex;
   static std::unordered_map<KernelKey, KernelLimits, KernelKeyHash> known;
   int device = 0;
   check_cuda(cudaGetDevice(&device), "asking for the current card");
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(launch_mutex);
+  last_launch = {kernel, block, smem};
   auto found = known.find({kernel, device});
   if (found == known.end()) {
     found = known.emplace(KernelKey{kernel, device}, ask_limits(kernel, device)).first;
@@ -201,6 +210,29 @@ void check_launch(const void* kernel) {
 }
 
 }  // namespace detail
+
+KernelResources last_launched_kernel() {
+  if (*why_no_cuda() != '\0') throw DeviceError(why_no_cuda());
+  detail::LastLaunch last;
+  {
+    const std::lock_guard<std::mutex> lock(detail::launch_mutex);
+    last = detail::last_launch;
+  }
+  if (!last.kernel) throw DeviceError("no kernel has been launched yet");
+  KernelResources taken;
+  taken.name = detail::kernel_name(last.kernel);
+  cudaFuncAttributes attributes;
+  check_cuda(cudaFuncGetAttributes(&attributes, last.kernel),
+             ("asking about " + taken.name).c_str());
+  taken.threads = last.block;
+  taken.registers_per_thread = attributes.numRegs;
+  taken.local_bytes = int64_t(attributes.localSizeBytes);
+  taken.shared_memory = int64_t(attributes.sharedSizeBytes) + last.smem;
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+                 &taken.blocks_per_multiprocessor, last.kernel, last.block, size_t(last.smem)),
+             ("asking for the occupancy of " + taken.name).c_str());
+  return taken;
+}
 
 namespace {
 

@@ -193,6 +193,10 @@ std::unique_ptr<Device> make_cuda_device() {
   throw DeviceError(why_no_cuda());
 }
 
+KernelResources last_launched_kernel() {
+  throw DeviceError(why_no_cuda());
+}
+
 #endif
 
 const char* why_no_cuda() noexcept {

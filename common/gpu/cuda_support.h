@@ -104,6 +104,22 @@ std::string why_launch_refused(const std::string& kernel, int64_t grid, int bloc
 /// "scores_kernel<__half, 64>" for "void flashsteps::cuda_target::scores_kernel<__half, 64>(…)".
 std::string short_kernel_name(const std::string& demangled);
 
+/// What a kernel takes of a multiprocessor, and how many of its blocks fit there at once.
+struct KernelResources {
+  std::string name;              ///< "attention_kernel<__half, 64, 128, 128>"
+  int threads = 0;               ///< of a block
+  int registers_per_thread = 0;  ///< 32-bit
+  int64_t local_bytes = 0;       ///< of a thread in local memory: spilled registers, mostly
+  int64_t shared_memory = 0;     ///< bytes of a block, static and dynamic
+  int blocks_per_multiprocessor = 0;
+};
+
+/// Of the kernel that this process launched last by `launch`, as it was launched, on the current
+/// card.
+///
+/// \throws DeviceError where there is no card, or nothing was launched
+KernelResources last_launched_kernel();
+
 /// What the CUDA runtime reports about this machine. Starts CUDA; does not throw and does not wait.
 const CudaFacts& cuda_facts() noexcept;
 

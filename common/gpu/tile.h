@@ -43,6 +43,32 @@ constexpr int fp32_swizzle(int row, int col) {
   return row * kCols + (col ^ ((row & 1) * 16 + (row & 2) * 4));
 }
 
+/// Four neighbouring elements in one access; the address is a multiple of 16 bytes, or of 8 where
+/// they are rounded to 16 bits.
+__device__ __forceinline__ void load_quad(float (&x)[4], const float* from) {
+  const float4 quad = *reinterpret_cast<const float4*>(from);
+  x[0] = quad.x;
+  x[1] = quad.y;
+  x[2] = quad.z;
+  x[3] = quad.w;
+}
+__device__ __forceinline__ void store_quad(float* to, const float (&x)[4]) {
+  *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+}
+template <typename T>
+__device__ __forceinline__ void store_quad(T* to, const float (&x)[4]) {
+  *reinterpret_cast<uint2*>(to) = make_uint2(pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]));
+}
+
+/// Two neighbouring elements in one access, likewise.
+__device__ __forceinline__ void store_pair(float* to, float x0, float x1) {
+  *reinterpret_cast<float2*>(to) = make_float2(x0, x1);
+}
+template <typename T>
+__device__ __forceinline__ void store_pair(T* to, float x0, float x1) {
+  *reinterpret_cast<uint32_t*>(to) = pack2<T>(x0, x1);
+}
+
 /// Starts copying a kRows x kCols tile of 16-bit elements from global to swizzled shared memory, 16
 /// bytes a copy, by all kThreads threads of the block. Rows from valid_rows and columns from
 /// valid_cols on are filled with zeros (valid_cols is a multiple of 8). The caller commits and

@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <stdexcept>
+#include <string_view>
 
 #include "common/attention/layout.h"
 #include "common/attention/validate.h"
@@ -53,7 +55,48 @@ std::optional<std::string> why_not(const Stage& stage, const Problem& p, const D
   return std::nullopt;
 }
 
-ForwardBuffers::ForwardBuffers(Device& device, const Stage& stage, const Problem& p)
+bool has_grid_choice(const Stage& stage) {
+  return std::string_view(stage.id) == "05";
+}
+
+std::string name_of(Tiles tiles) {
+  return fmt::format("{}x{}", tiles.Br, tiles.Bc);
+}
+
+std::vector<Tiles> tile_candidates(const Stage& stage, const Problem& p) {
+  const Tiles choice = stage.tiles(p);
+  if (choice == Tiles{}) return {};
+  std::vector<Tiles> tiles = {choice};
+  const TileList list = stage.candidates ? stage.candidates(p) : TileList{};
+  for (int i = 0; i < list.size; ++i) {
+    if (list.tiles[i] != choice) tiles.push_back(list.tiles[i]);
+  }
+  return tiles;
+}
+
+Tiles tiles_of(const Stage& stage, const Problem& p, const Variant& variant) {
+  if (variant.one_block_per_head && !has_grid_choice(stage)) {
+    throw std::invalid_argument(
+        fmt::format("stage {} has one grid; only 05 can also run with one block for each "
+                    "(batch, head)",
+                    stage.id));
+  }
+  if (variant.tiles == Tiles{}) return stage.tiles(p);
+  const std::vector<Tiles> allowed = tile_candidates(stage, p);
+  if (std::find(allowed.begin(), allowed.end(), variant.tiles) != allowed.end())
+    return variant.tiles;
+  if (allowed.empty()) {
+    throw std::invalid_argument(fmt::format("stage {} has no tiles to choose; {} was given",
+                                            stage.id, name_of(variant.tiles)));
+  }
+  std::string names;
+  for (const Tiles tiles : allowed) names += (names.empty() ? "" : ", ") + name_of(tiles);
+  throw std::invalid_argument(fmt::format("stage {} at head_dim {} is built for {}; {} was given",
+                                          stage.id, p.head_dim, names, name_of(variant.tiles)));
+}
+
+ForwardBuffers::ForwardBuffers(Device& device, const Stage& stage, const Problem& p,
+                               const Variant& variant)
     : q_(device, "Q", p.dtype, layout_q(p).extent()),
       k_(device, "K", p.dtype, layout_k(p).extent()),
       v_(device, "V", p.dtype, layout_v(p).extent()),
@@ -65,7 +108,9 @@ ForwardBuffers::ForwardBuffers(Device& device, const Stage& stage, const Problem
            .K = k_.data(),
            .V = v_.data(),
            .O = o_.data(),
-           .L = static_cast<float*>(l_.data())};
+           .L = static_cast<float*>(l_.data()),
+           .tiles = tiles_of(stage, p, variant),
+           .one_block_per_head = variant.one_block_per_head};
   const WorkspaceList list = stage.workspaces(p);
   workspaces_ = list.size;
   for (int i = 0; i < list.size; ++i) {
@@ -98,12 +143,13 @@ Outputs ForwardBuffers::download() const {
   return outputs;
 }
 
-ForwardRun run_forward(Device& device, const Stage& stage, const Problem& p, const Inputs& inputs) {
+ForwardRun run_forward(Device& device, const Stage& stage, const Problem& p, const Inputs& inputs,
+                       const Variant& variant) {
   validate(p);
   if (const auto reason = why_not(stage, p, device.info())) {
     throw DeviceError(fmt::format("stage {} {}", stage.id, *reason));
   }
-  ForwardBuffers buffers(device, stage, p);
+  ForwardBuffers buffers(device, stage, p, variant);
   buffers.upload(inputs);
   buffers.poison_outputs();
   take_ledger(device);  // what came before is not this stage's

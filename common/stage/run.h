@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "common/attention/problem.h"
 #include "common/attention/tensors.h"
@@ -23,12 +24,30 @@ std::optional<std::string> why_not(const Stage& stage, const Problem& problem,
 /// Bytes of device memory that Q, K, V, O, L and the stage's workspaces take.
 int64_t device_bytes(const Stage& stage, const Problem& problem);
 
+/// Whether the stage can also run with one block for each (batch, head), as 04 does: stage 05, so
+/// that the effect of its grid can be told from that of its traffic.
+bool has_grid_choice(const Stage& stage);
+
+/// "128x64", as options take it.
+std::string name_of(Tiles tiles);
+
+/// All tiles that the stage is built for, its own choice first; none where it has no tiles.
+std::vector<Tiles> tile_candidates(const Stage& stage, const Problem& problem);
+
+/// The tiles that the stage runs with as `variant`.
+///
+/// \throws std::invalid_argument where the stage cannot run so: one line that says what it can
+Tiles tiles_of(const Stage& stage, const Problem& problem, const Variant& variant = {});
+
 /// The device memory of one forward pass: Q, K, V, O, L and the stage's workspaces under their
 /// names. All of it holds NaN until it is written.
 class ForwardBuffers {
  public:
+  /// \throws std::invalid_argument where the stage cannot run as `variant`
+  ///
   /// \throws DeviceError when there is not enough memory
-  ForwardBuffers(Device& device, const Stage& stage, const Problem& problem);
+  ForwardBuffers(Device& device, const Stage& stage, const Problem& problem,
+                 const Variant& variant = {});
 
   /// \throws std::invalid_argument for inputs of the wrong size
   void upload(const Inputs& inputs);
@@ -57,12 +76,13 @@ struct ForwardRun {
 /// Runs the stage once: outputs and workspaces poisoned, forward, then L where it is computed
 /// apart.
 ///
-/// \throws std::invalid_argument for a problem that validate() refuses, or inputs of the wrong size
+/// \throws std::invalid_argument for a problem that validate() refuses, a variant that the stage
+/// does not have, or inputs of the wrong size
 ///
 /// \throws DeviceError when the device cannot do it
 ///
 /// \throws model::Fault when the model finds the kernel at fault
 ForwardRun run_forward(Device& device, const Stage& stage, const Problem& problem,
-                       const Inputs& inputs);
+                       const Inputs& inputs, const Variant& variant = {});
 
 }  // namespace flashsteps

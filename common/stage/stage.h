@@ -39,8 +39,7 @@ struct ForwardArgs {
   void* O = nullptr;
   float* L = nullptr;
   void* workspace[4] = {};  ///< as WorkspaceList orders them
-  Tiles
-      tiles{};  ///< for stages that are built for several: which to use; 0 x 0: the stage's choice
+  Tiles tiles{};            ///< where Stage::candidates has several: which; 0 x 0: Stage::tiles
   bool one_block_per_head = false;  ///< stage 05: 04's grid in place of one block for each row tile
 };
 

@@ -13,14 +13,16 @@ namespace {
 }
 }  // namespace
 
-TimeResult time_forward(Device&, const Stage&, const Problem&, const TimingOptions&) {
+TimeResult time_forward(Device&, const Stage&, const Problem&, const TimingOptions&,
+                        const Variant&) {
   refuse();
 }
 std::optional<TimeResult> time_lse(Device&, const Stage&, const Problem&, const TimingOptions&) {
   refuse();
 }
 InterleavedResult time_forward_interleaved(Device&, const std::vector<const Stage*>&,
-                                           const Problem&, const TimingOptions&) {
+                                           const Problem&, const TimingOptions&,
+                                           const std::vector<Variant>&) {
   refuse();
 }
 Ceilings measure_ceilings(Device&, const TimingOptions&) {

@@ -11,6 +11,7 @@
 #include "common/attention/work.h"
 #include "common/gpu/cuda_device.h"
 #include "common/gpu/cuda_support.h"
+#include "common/stage/run.h"
 #include "common/timing/cublas.h"
 #include "common/timing/statistics.h"
 
@@ -246,28 +247,41 @@ void require_timing(const Device& device, const Problem& problem, const TimingOp
   }
 }
 
-Launch forward_launch(const Stage& stage, const Problem& problem, const TimingBuffers& buffers) {
-  return [&](int64_t i) { stage.forward(problem, buffers.args(i), nullptr); };
+Launch forward_launch(const Stage& stage, const Problem& problem, const TimingBuffers& buffers,
+                      const Variant& variant) {
+  const Tiles tiles = tiles_of(stage, problem, variant);
+  return [&, tiles, one_block_per_head = variant.one_block_per_head](int64_t i) {
+    ForwardArgs args = buffers.args(i);
+    args.tiles = tiles;
+    args.one_block_per_head = one_block_per_head;
+    stage.forward(problem, args, nullptr);
+  };
 }
 
 }  // namespace
 
 InterleavedResult time_forward_interleaved(Device& device, const std::vector<const Stage*>& stages,
-                                           const Problem& problem, const TimingOptions& options) {
+                                           const Problem& problem, const TimingOptions& options,
+                                           const std::vector<Variant>& variants) {
   require_timing(device, problem, options);
+  if (!variants.empty() && variants.size() != stages.size()) {
+    throw std::invalid_argument("timing: as many variants as stages, or none");
+  }
   const TimingBuffers buffers(device, stages, problem, options);
   Stopwatch stopwatch;
   std::vector<Launch> launches;
   std::vector<MeasurementPlan> plans;
-  for (const Stage* stage : stages) {
-    launches.push_back(forward_launch(*stage, problem, buffers));
+  InterleavedResult result;
+  for (size_t s = 0; s < stages.size(); ++s) {
+    launches.push_back(
+        forward_launch(*stages[s], problem, buffers, variants.empty() ? Variant{} : variants[s]));
     MeasurementPlan plan = plan_measurements(stopwatch.warm_up(launches.back(), options), options);
     plan.reps = (plan.reps + options.rounds - 1) / options.rounds;
     plans.push_back(plan);
+    result.kernel.push_back(last_launched_kernel());
   }
   (void)stopwatch.take_host_bound();
 
-  InterleavedResult result;
   result.round_ms.resize(stages.size());
   std::vector<std::vector<double>> all(stages.size());
   std::vector<bool> host_bound(stages.size(), false);
@@ -289,10 +303,10 @@ InterleavedResult time_forward_interleaved(Device& device, const std::vector<con
 }
 
 TimeResult time_forward(Device& device, const Stage& stage, const Problem& problem,
-                        const TimingOptions& options) {
+                        const TimingOptions& options, const Variant& variant) {
   TimingOptions one_round = options;
   one_round.rounds = 1;
-  return time_forward_interleaved(device, {&stage}, problem, one_round).time.front();
+  return time_forward_interleaved(device, {&stage}, problem, one_round, {variant}).time.front();
 }
 
 std::optional<TimeResult> time_lse(Device& device, const Stage& stage, const Problem& problem,

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "common/attention/problem.h"
+#include "common/gpu/cuda_support.h"
 #include "common/stage/device.h"
 #include "common/stage/stage.h"
 
@@ -46,6 +47,8 @@ struct InterleavedResult {
   std::vector<TimeResult> time;  ///< for each stage, over all rounds
   /// [stage][round]: median of the round's measurements
   std::vector<std::vector<double>> round_ms;
+  /// What the kernel takes that each stage launches last.
+  std::vector<KernelResources> kernel;
 
   /// How many times as fast stage `a` is as stage `b`: the median over the rounds of ms(b) / ms(a).
   double speedup(size_t a, size_t b) const;
@@ -65,9 +68,10 @@ struct Ceilings {
 ///
 /// \throws DeviceError where the device is the CPU model or has too little memory
 ///
-/// \throws std::invalid_argument where no query sees a key, or the options make no sense
+/// \throws std::invalid_argument where no query sees a key, the stage does not have the variant, or
+/// the options make no sense
 TimeResult time_forward(Device& device, const Stage& stage, const Problem& problem,
-                        const TimingOptions& options = {});
+                        const TimingOptions& options = {}, const Variant& variant = {});
 
 /// Times `stage.lse` on the workspaces that one forward pass left; nothing where the stage has
 /// none.
@@ -75,10 +79,14 @@ std::optional<TimeResult> time_lse(Device& device, const Stage& stage, const Pro
                                    const TimingOptions& options = {});
 
 /// Times several stages, interleaved: every round times each of them, so that they share what the
-/// card's clock and temperature do. The stages share one set of workspaces.
+/// card's clock and temperature do. The stages share one set of workspaces. A stage may occur more
+/// than once, as several variants.
+///
+/// \param variants how each stage is run; empty: as they choose
 InterleavedResult time_forward_interleaved(Device& device, const std::vector<const Stage*>& stages,
                                            const Problem& problem,
-                                           const TimingOptions& options = {});
+                                           const TimingOptions& options = {},
+                                           const std::vector<Variant>& variants = {});
 
 /// Measures the two ceilings. cuBLAS is looked for at run time: FLASHSTEPS_CUBLAS (a file or a
 /// directory), the loader's path, CUDA_HOME and /usr/local/cuda.

@@ -1,0 +1,83 @@
+#include "common/stage/bound.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+
+#include "common/attention/work.h"
+
+namespace flashsteps {
+namespace {
+
+using Part = std::pair<const char*, double>;
+
+std::array<Part, 4> parts(const TimeBound& b) {
+  return {{{"memory", b.memory_us},
+           {"tensor cores", b.tensor_us},
+           {"FMA", b.fma_us},
+           {"exponentials", b.special_us}}};
+}
+
+Part slowest(const TimeBound& b) {
+  const auto all = parts(b);
+  return *std::max_element(all.begin(), all.end(),
+                           [](const Part& x, const Part& y) { return x.second < y.second; });
+}
+
+// What was asked of a tensor, but no byte twice.
+int64_t once(const BytesByTensor& asked, const char* tensor, int64_t size) {
+  const auto found = asked.find(tensor);
+  return found == asked.end() ? 0 : std::min(found->second, size);
+}
+
+}  // namespace
+
+double TimeBound::bound_us() const {
+  return slowest(*this).second;
+}
+
+const char* TimeBound::bound_by() const {
+  return slowest(*this).first;
+}
+
+TimeBound time_bound(const Card& card, const Problem& p, const Ledger& ledger) {
+  const int64_t q_bytes = p.rows() * p.head_dim * size_of(p.dtype);
+  const int64_t kv_bytes =
+      int64_t{p.batch} * p.kv_heads * p.seqlen_k * p.head_dim * size_of(p.dtype);
+  const int64_t least =
+      once(ledger.global_read, "Q", q_bytes) + once(ledger.global_read, "K", kv_bytes) +
+      once(ledger.global_read, "V", kv_bytes) + once(ledger.global_written, "O", q_bytes) +
+      once(ledger.global_written, "L", p.rows() * size_of(DType::fp32));
+  const int64_t requested = Ledger::total(ledger.global_read) +
+                            Ledger::total(ledger.global_written) + 2 * ledger.atomic_bytes;
+  // A block runs on one SM: with fewer blocks than SMs, the rest of the card has nothing to do.
+  const double busy =
+      double(std::min<int64_t>(ledger.grid_blocks, card.multiprocessors)) / card.multiprocessors;
+  const auto us = [](double amount, double per_s) {
+    return amount == 0 ? 0 : amount / per_s * 1e6;
+  };
+
+  TimeBound bound;
+  bound.memory_us = us(double(least), card.memory_gb_per_s * 1e9);
+  bound.requested_us = us(double(requested), card.memory_gb_per_s * 1e9);
+  bound.tensor_us = us(double(ledger.mma_flops), busy * card.tensor_tflops * 1e12);
+  if (ledger.mma_flops == 0)
+    bound.fma_us = us(double(forward_flops(p)), busy * card.fp32_tflops * 1e12);
+  bound.special_us = us(double(ledger.exp + ledger.div), busy * card.special_per_s());
+  return bound;
+}
+
+std::optional<std::string> why_no_bound(const Card& card, const Problem& p, const Ledger& ledger) {
+  if (card.capability >= 80) return std::nullopt;
+  // PTX ISA: mma.m16n8k16 of 16-bit types, cp.async, and mma of bf16 need sm_80.
+  const char* lacking = ledger.cp_async > 0      ? "cp.async"
+                        : ledger.mma > 0         ? "mma.m16n8k16"
+                        : p.dtype == DType::bf16 ? "bf16"
+                                                 : nullptr;
+  if (!lacking) return std::nullopt;
+  return fmt::format("cannot run on {}: {} needs compute capability 8.0, it has {}.{}", card.name,
+                     lacking, card.capability / 10, card.capability % 10);
+}
+
+}  // namespace flashsteps
