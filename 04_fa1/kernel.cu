@@ -56,7 +56,7 @@ __device__ __forceinline__ float exponentiate(float (&S_rmem)[kN][4], int half, 
 
 // What e^m_old is worth against e^m_new; 0 where nothing was seen before.
 __device__ __forceinline__ float rescale_factor(float m_old, float m_new, ScoreScale scale) {
-  return m_old == -INFINITY ? 0.f : fast_exp2((m_old - m_new) * scale.log2);
+  return fast_exp2((m_old - (m_new == -INFINITY ? 0.f : m_new)) * scale.log2);
 }
 
 template <typename T, int D, int kBr, int kBc>
@@ -70,10 +70,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int tiles_q = ceil_div(p.seqlen_q, kBr), tiles_k = ceil_div(p.seqlen_k, kBc);
   const int bh = blockIdx.x;
   const int b = bh / p.heads, h = bh % p.heads;
+  const int64_t K_offset = p.k.offset(b, p.kv_head(h)), V_offset = p.v.offset(b, p.kv_head(h));
   Q += p.q.offset(b, h);
-  K += p.k.offset(b, p.kv_head(h));
-  V += p.v.offset(b, p.kv_head(h));
-  O += p.o.offset(b, h);
   O_acc += int64_t{bh} * p.seqlen_q * p.head_dim;
   m += int64_t{bh} * p.seqlen_q;
   l += int64_t{bh} * p.seqlen_q;
@@ -95,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int i = own_row; i < p.seqlen_q; i += kBr) {
     for (int col = own_col; col < p.head_dim; col += 4 * kOwners) {
       store_quad(O_acc + int64_t{i} * p.head_dim + col, {});
-      if (tiles_k == 0) store_quad(O + p.o.offset(0, 0, i) + col, {});
+      if (tiles_k == 0) store_quad(O + p.o.offset(b, h, i) + col, {});
     }
     if (own_col == 0) {
       m[i] = -INFINITY;
@@ -112,10 +110,10 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
       cp_async_commit();
     };
-    copy_tile_async<kBc, D, kThreads>(K_smem, K + p.k.offset(0, 0, j0), p.k.row, p.seqlen_k - j0,
-                                      p.head_dim);
-    copy_tile_async<kBc, D, kThreads>(V_smem, V + p.v.offset(0, 0, j0), p.v.row, p.seqlen_k - j0,
-                                      p.head_dim);
+    copy_tile_async<kBc, D, kThreads>(K_smem, K + K_offset + p.k.offset(0, 0, j0), p.k.row,
+                                      p.seqlen_k - j0, p.head_dim);
+    copy_tile_async<kBc, D, kThreads>(V_smem, V + V_offset + p.v.offset(0, 0, j0), p.v.row,
+                                      p.seqlen_k - j0, p.head_dim);
     load_Q(0);
 
     for (int tile_q = 0; tile_q < tiles_q; ++tile_q) {
@@ -229,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         const int col = own_col + x * 4 * kOwners;
         if (col >= p.head_dim) continue;
         store_quad(O_acc + int64_t{i0 + own_row} * p.head_dim + col, O_rmem[x]);
-        if (tile_k == tiles_k - 1) store_quad(O + p.o.offset(0, 0, i0 + own_row) + col, O_rmem[x]);
+        if (tile_k == tiles_k - 1) store_quad(O + p.o.offset(b, h, i0 + own_row) + col, O_rmem[x]);
       }
       if (own_col == 0) {
         // In units of the raw scores while the loop lasts, then in natural ones.

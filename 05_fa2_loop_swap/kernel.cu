@@ -54,7 +54,7 @@ __device__ __forceinline__ float exponentiate(float (&S_rmem)[kN][4], int half, 
 
 // What e^m_old is worth against e^m_new; 0 where nothing was seen before.
 __device__ __forceinline__ float rescale_factor(float m_old, float m_new, ScoreScale scale) {
-  return m_old == -INFINITY ? 0.f : fast_exp2((m_old - m_new) * scale.log2);
+  return fast_exp2((m_old - (m_new == -INFINITY ? 0.f : m_new)) * scale.log2);
 }
 
 template <typename T, int D, int kBr, int kBc>
@@ -68,10 +68,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int tiles_q = ceil_div(p.seqlen_q, kBr), tiles_k = ceil_div(p.seqlen_k, kBc);
   const int bh = blockIdx.x / blocks_per_head;
   const int b = bh / p.heads, h = bh % p.heads;
+  const int64_t K_offset = p.k.offset(b, p.kv_head(h)), V_offset = p.v.offset(b, p.kv_head(h));
   Q += p.q.offset(b, h);
-  K += p.k.offset(b, p.kv_head(h));
-  V += p.v.offset(b, p.kv_head(h));
-  O += p.o.offset(b, h);
   m += int64_t{bh} * p.seqlen_q;
   l += int64_t{bh} * p.seqlen_q;
 
@@ -92,8 +90,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int i0 = tile_q * kBr;
     const auto load_K = [&](int tile) {
       if (tile < tiles_k) {
-        copy_tile_async<kBc, D, kThreads>(K_smem, K + p.k.offset(0, 0, tile * kBc), p.k.row,
-                                          p.seqlen_k - tile * kBc, p.head_dim);
+        copy_tile_async<kBc, D, kThreads>(K_smem, K + K_offset + p.k.offset(0, 0, tile * kBc),
+                                          p.k.row, p.seqlen_k - tile * kBc, p.head_dim);
       }
       cp_async_commit();
     };
@@ -112,8 +110,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       const int j0 = tile_k * kBc;
       cp_async_wait<0>();
       __syncthreads();  // Q and the K tile have arrived; all have merged the tile before
-      copy_tile_async<kBc, D, kThreads>(V_smem, V + p.v.offset(0, 0, j0), p.v.row, p.seqlen_k - j0,
-                                        p.head_dim);
+      copy_tile_async<kBc, D, kThreads>(V_smem, V + V_offset + p.v.offset(0, 0, j0), p.v.row,
+                                        p.seqlen_k - j0, p.head_dim);
       cp_async_commit();
 
       // S = Q K^T over this warp's keys
@@ -206,7 +204,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int x = 0; x < kOwned; ++x) {
       const int col = own_col + x * 4 * kOwners;
-      if (col < p.head_dim) store_quad(O + p.o.offset(0, 0, i0 + own_row) + col, O_rmem[x]);
+      if (col < p.head_dim) store_quad(O + p.o.offset(b, h, i0 + own_row) + col, O_rmem[x]);
     }
     if (own_col == 0) {
       m[i0 + own_row] = m_own * scale.log2 * kLn2;

@@ -55,7 +55,7 @@ __device__ __forceinline__ float exponentiate(float (&S_rmem)[kN][4], int half, 
 
 // What e^m_old is worth against e^m_new; 0 where nothing was seen before.
 __device__ __forceinline__ float rescale_factor(float m_old, float m_new, ScoreScale scale) {
-  return m_old == -INFINITY ? 0.f : fast_exp2((m_old - m_new) * scale.log2);
+  return fast_exp2((m_old - (m_new == -INFINITY ? 0.f : m_new)) * scale.log2);
 }
 
 template <typename T, int D, int kBr, int kBc>
@@ -69,11 +69,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int tiles_q = ceil_div(p.seqlen_q, kBr), tiles_k = ceil_div(p.seqlen_k, kBc);
   const int bh = blockIdx.x / blocks_per_head;
   const int b = bh / p.heads, h = bh % p.heads;
+  const int64_t K_offset = p.k.offset(b, p.kv_head(h)), V_offset = p.v.offset(b, p.kv_head(h));
   Q += p.q.offset(b, h);
-  K += p.k.offset(b, p.kv_head(h));
-  V += p.v.offset(b, p.kv_head(h));
-  O += p.o.offset(b, h);
-  L += int64_t{bh} * p.seqlen_q;
 
   SharedMemory smem;
   T* Q_smem = smem.take<T>("Q_smem", kBr * D);
@@ -92,8 +89,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int i0 = tile_q * kBr;
     const auto load_K = [&](int tile) {
       if (tile < tiles_k) {
-        copy_tile_async<kBc, D, kThreads>(K_smem, K + p.k.offset(0, 0, tile * kBc), p.k.row,
-                                          p.seqlen_k - tile * kBc, p.head_dim);
+        copy_tile_async<kBc, D, kThreads>(K_smem, K + K_offset + p.k.offset(0, 0, tile * kBc),
+                                          p.k.row, p.seqlen_k - tile * kBc, p.head_dim);
       }
       cp_async_commit();
     };
@@ -112,8 +109,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       const int j0 = tile_k * kBc;
       cp_async_wait<0>();
       __syncthreads();  // Q and the K tile have arrived; all have merged the tile before
-      copy_tile_async<kBc, D, kThreads>(V_smem, V + p.v.offset(0, 0, j0), p.v.row, p.seqlen_k - j0,
-                                        p.head_dim);
+      copy_tile_async<kBc, D, kThreads>(V_smem, V + V_offset + p.v.offset(0, 0, j0), p.v.row,
+                                        p.seqlen_k - j0, p.head_dim);
       cp_async_commit();
 
       // S = Q K^T over this warp's keys
@@ -205,10 +202,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int x = 0; x < kOwned; ++x) {
       const int col = own_col + x * 4 * kOwners;
       for (int e = 0; e < 4; ++e) O_rmem[x][e] *= l_inverse;
-      if (col < p.head_dim) store_quad(O + p.o.offset(0, 0, i0 + own_row) + col, O_rmem[x]);
+      if (col < p.head_dim) store_quad(O + p.o.offset(b, h, i0 + own_row) + col, O_rmem[x]);
     }
     if (own_col == 0) {
-      L[i0 + own_row] = l_own == 0.f ? -INFINITY : m_own * scale.log2 * kLn2 + natural_log(l_own);
+      L[int64_t{bh} * p.seqlen_q + i0 + own_row] =
+          l_own == 0.f ? -INFINITY : m_own * scale.log2 * kLn2 + natural_log(l_own);
     }
   }
 }

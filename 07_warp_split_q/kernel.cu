@@ -54,7 +54,7 @@ __device__ __forceinline__ float exponentiate(float (&S_rmem)[kN][4], int half, 
 
 // What e^m_old is worth against e^m_new; 0 where nothing was seen before.
 __device__ __forceinline__ float rescale_factor(float m_old, float m_new, ScoreScale scale) {
-  return m_old == -INFINITY ? 0.f : fast_exp2((m_old - m_new) * scale.log2);
+  return fast_exp2((m_old - (m_new == -INFINITY ? 0.f : m_new)) * scale.log2);
 }
 
 template <typename T, int D, int kBr, int kBc>
@@ -66,11 +66,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int i0 = blockIdx.x % tiles_q * kBr;
   const int bh = blockIdx.x / tiles_q;
   const int b = bh / p.heads, h = bh % p.heads;
+  const int64_t K_offset = p.k.offset(b, p.kv_head(h)), V_offset = p.v.offset(b, p.kv_head(h));
   Q += p.q.offset(b, h);
-  K += p.k.offset(b, p.kv_head(h));
-  V += p.v.offset(b, p.kv_head(h));
-  O += p.o.offset(b, h);
-  L += int64_t{bh} * p.seqlen_q;
 
   SharedMemory smem;
   T* Q_smem = smem.take<T>("Q_smem", kBr * D);
@@ -83,8 +80,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   const auto load_K = [&](int tile) {
     if (tile < tiles_k) {
-      copy_tile_async<kBc, D, kThreads>(K_smem, K + p.k.offset(0, 0, tile * kBc), p.k.row,
-                                        p.seqlen_k - tile * kBc, p.head_dim);
+      copy_tile_async<kBc, D, kThreads>(K_smem, K + K_offset + p.k.offset(0, 0, tile * kBc),
+                                        p.k.row, p.seqlen_k - tile * kBc, p.head_dim);
     }
     cp_async_commit();
   };
@@ -100,18 +97,19 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
   for (int r = 0; r < kWarpRows / 16; ++r) m_rmem[r][0] = m_rmem[r][1] = -INFINITY;
 
+#pragma unroll 1
   for (int tile_k = 0; tile_k < tiles_k; ++tile_k) {
     note_tile(true);
     const int j0 = tile_k * kBc;
     cp_async_wait<0>();
     __syncthreads();  // Q and the K tile have arrived; all are done with the V tile before
-    copy_tile_async<kBc, D, kThreads>(V_smem, V + p.v.offset(0, 0, j0), p.v.row, p.seqlen_k - j0,
-                                      p.head_dim);
+    copy_tile_async<kBc, D, kThreads>(V_smem, V + V_offset + p.v.offset(0, 0, j0), p.v.row,
+                                      p.seqlen_k - j0, p.head_dim);
     cp_async_commit();
 
     // S = Q K^T over this warp's rows
     float S_rmem[kWarpRows / 16][kBc / 8][4] = {};
-    multiply_by_transposed<D>(S_rmem, Q_smem, row0, K_smem, 0);
+    multiply_by_transposed<D>(S_rmem, Q_smem, fresh_thread_index() / 32 * kWarpRows, K_smem, 0);
     apply_sign(S_rmem, scale);
 #pragma unroll
     for (int r = 0; r < kWarpRows / 16; ++r) {
@@ -156,6 +154,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     multiply<D>(O_rmem, S_rmem, V_smem, 0);
   }
   note_tiles_done();
+  O += p.o.offset(b, h);
+  L += int64_t{bh} * p.seqlen_q;
 
   // O / l goes through the warp's own rows of Q_smem, so that it is stored 16 bytes at a time.
 #pragma unroll
@@ -190,9 +190,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <typename T, int D, int kBr, int kBc>
 constexpr int kSmemBytes = (kBr + 2 * kBc) * D * sizeof(T);
 
-// What was fastest of the candidates below (attention bench --tune).
-Tiles tiles(const Problem& p) {
-  return tile_width(p.head_dim) == 64 ? Tiles{128, 128} : Tiles{128, 64};
+// Twice and four times what 06 can hold; 08 has no mask to keep in most tiles, and room for more
+// keys.
+Tiles tiles(const Problem&) {
+  return {128, 64};
 }
 
 TileList candidates(const Problem& p) {
@@ -217,11 +218,7 @@ void run(const Problem& p, const ForwardArgs& a, Stream stream) {
 
 template <typename T, int D>
 void forward(const Problem& p, const ForwardArgs& a, Stream stream) {
-  if constexpr (D == 64) {
-    a.tiles.Br == 64 ? run<T, D, 64, 64>(p, a, stream) : run<T, D, 128, 128>(p, a, stream);
-  } else {
-    a.tiles.Br == 64 ? run<T, D, 64, 64>(p, a, stream) : run<T, D, 128, 64>(p, a, stream);
-  }
+  a.tiles.Br == 64 ? run<T, D, 64, 64>(p, a, stream) : run<T, D, 128, 64>(p, a, stream);
 }
 
 FLASHSTEPS_STAGE("07", "warp_split_q", "each warp owns rows of Q: nothing is exchanged", nullptr)

@@ -67,11 +67,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int i0 = (tiles_q - 1 - blockIdx.x % tiles_q) * kBr;
   const int bh = blockIdx.x / tiles_q;
   const int b = bh / p.heads, h = bh % p.heads;
+  const int64_t K_offset = p.k.offset(b, p.kv_head(h)), V_offset = p.v.offset(b, p.kv_head(h));
   Q += p.q.offset(b, h);
-  K += p.k.offset(b, p.kv_head(h));
-  V += p.v.offset(b, p.kv_head(h));
-  O += p.o.offset(b, h);
-  L += int64_t{bh} * p.seqlen_q;
 
   // Tiles [0, tiles_unmasked) lie wholly below the diagonal, those from tiles_k on wholly above it.
   const int tiles_k = ceil_div(p.last_key(min(i0 + kBr, p.seqlen_q) - 1) + 1, kBc);
@@ -88,8 +85,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   const auto load_K = [&](int tile) {
     if (tile < tiles_k) {
-      copy_tile_async<kBc, D, kThreads>(K_smem, K + p.k.offset(0, 0, tile * kBc), p.k.row,
-                                        p.seqlen_k - tile * kBc, p.head_dim);
+      copy_tile_async<kBc, D, kThreads>(K_smem, K + K_offset + p.k.offset(0, 0, tile * kBc),
+                                        p.k.row, p.seqlen_k - tile * kBc, p.head_dim);
     }
     cp_async_commit();
   };
@@ -105,21 +102,24 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
   for (int r = 0; r < kWarpRows / 16; ++r) m_rmem[r][0] = m_rmem[r][1] = -INFINITY;
 
+#pragma unroll 1
   for (int tile_k = 0; tile_k < tiles_k; ++tile_k) {
     const bool masked = tile_k >= tiles_unmasked;
     note_tile(masked);
     const int j0 = tile_k * kBc;
     cp_async_wait<0>();
     __syncthreads();  // Q and the K tile have arrived; all are done with the V tile before
-    copy_tile_async<kBc, D, kThreads>(V_smem, V + p.v.offset(0, 0, j0), p.v.row, p.seqlen_k - j0,
-                                      p.head_dim);
+    copy_tile_async<kBc, D, kThreads>(V_smem, V + V_offset + p.v.offset(0, 0, j0), p.v.row,
+                                      p.seqlen_k - j0, p.head_dim);
     cp_async_commit();
 
     // S = Q K^T over this warp's rows
     float S_rmem[kWarpRows / 16][kBc / 8][4] = {};
-    multiply_by_transposed<D>(S_rmem, Q_smem, row0, K_smem, 0);
+    multiply_by_transposed<D>(S_rmem, Q_smem, fresh_thread_index() / 32 * kWarpRows, K_smem, 0);
     apply_sign(S_rmem, scale);
     if (masked) {
+      const int thread = fresh_thread_index();
+      const int row0 = thread / 32 * kWarpRows, g = thread % 32 / 4, t = thread % 4;
 #pragma unroll
       for (int r = 0; r < kWarpRows / 16; ++r) {
 #pragma unroll
@@ -164,6 +164,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     multiply<D>(O_rmem, S_rmem, V_smem, 0);
   }
   note_tiles_done();
+  O += p.o.offset(b, h);
+  L += int64_t{bh} * p.seqlen_q;
 
   // O / l goes through the warp's own rows of Q_smem, so that it is stored 16 bytes at a time.
 #pragma unroll
@@ -204,7 +206,8 @@ Tiles tiles(const Problem& p) {
 }
 
 TileList candidates(const Problem& p) {
-  return {2, {tiles(p), {64, 64}}};
+  if (tile_width(p.head_dim) == 64) return {3, {{128, 128}, {128, 64}, {64, 64}}};
+  return {2, {{128, 64}, {64, 64}}};
 }
 
 WorkspaceList workspaces(const Problem&) {
@@ -225,10 +228,12 @@ void run(const Problem& p, const ForwardArgs& a, Stream stream) {
 
 template <typename T, int D>
 void forward(const Problem& p, const ForwardArgs& a, Stream stream) {
-  if constexpr (D == 64) {
-    a.tiles.Br == 64 ? run<T, D, 64, 64>(p, a, stream) : run<T, D, 128, 128>(p, a, stream);
+  if (a.tiles.Br == 64) {
+    run<T, D, 64, 64>(p, a, stream);
+  } else if (D == 64 && a.tiles.Bc != 64) {
+    run<T, D, 128, D == 64 ? 128 : 64>(p, a, stream);
   } else {
-    a.tiles.Br == 64 ? run<T, D, 64, 64>(p, a, stream) : run<T, D, 128, 64>(p, a, stream);
+    run<T, D, 128, 64>(p, a, stream);
   }
 }
 

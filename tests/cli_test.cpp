@@ -155,6 +155,12 @@ TEST_F(CliBadInput, EveryOption) {
   for (const char* value : {"-1", "x", "", "18446744073709551616"})
     add("--seed", value, "0 to 2^64 - 1");
   for (const char* value : {"gpu", "cpu", ""}) add("--device", value, "model, cuda");
+  for (const char* value : {"64", "64x", "x64", "64X64", "64x64x64", "0x64", "64x0", "-64x64",
+                            "64 x 64", "64x+64", "99999999999x64", ""})
+    add("--tiles", value, "BRxBC, as in 128x64");
+  for (const char* value : {"b", "BH", "bhr", ""}) add("--grid", value, "allowed: bh");
+  for (const char* value : {"-1", "262145", "99KB", "99.5", ""})
+    add("--shared-memory", value, "0 to 262144");
   for (const char* value : {"99", "1", "first", "", "01,", "01,99", "all,01"})
     add("--stage", value, "allowed: all, ");
   cases.push_back({{"--batch"}, {"--batch"}});  // without its value
@@ -205,6 +211,36 @@ TEST_F(CliBadInput, OptionsThatContradict) {
   expect_refusal({"bench", "--sweep", "--seqlen", "512"}, 2, {"--sweep", "leave out"});
   expect_refusal({"bench", "--sweep", "--head-dim", "24"}, 2,
                  {"--head-dim", "24", "divisors of 2048"});
+}
+
+TEST_F(CliBadInput, VariantsThatAStageDoesNotHave) {
+  const Arguments json = {"--json", path("never.json")};
+  const auto refuse = [&](Arguments arguments, const std::vector<std::string>& told) {
+    arguments.insert(arguments.end(), json.begin(), json.end());
+    expect_refusal(arguments, 2, told);
+  };
+  for (const char* command : {"check", "count", "bench"}) {
+    refuse({command, "--stage", "04", "--grid", "bh"}, {"--grid bh is for stage 05", "stage 04"});
+    refuse({command, "--grid", "bh"}, {"--grid bh is for stage 05", "stage 01"});
+    refuse({command, "--stage", "05,06", "--grid", "bh"}, {"--grid bh", "stage 06", "05,06"});
+  }
+  for (const char* command : {"list", "ladder"}) {
+    refuse({command, "--stage", "05", "--grid", "bh"}, {"--grid"});
+    refuse({command, "--tiles", "64x64"}, {"--tiles"});
+    refuse({command, "--card", "H200"}, {"--card"});
+  }
+  for (const char* command : {"check", "list", "bench", "ladder"})
+    refuse({command, "--card", "H200"}, {"--card"});
+  for (const char* wrong : {"H300", "", "A10", "RTX 4090"}) {
+    refuse({"count", "--card", wrong},
+           {std::string("--card is '") + wrong + "'", "allowed: H200, H100, A100, RTX4090, T4"});
+  }
+  refuse({"count", "--shared-memory", "101376", "--device", "cuda"}, {"--shared-memory", "cuda"});
+  refuse({"bench", "--shared-memory", "101376"}, {"--shared-memory"});
+  refuse({"bench", "--tune", "--sweep"}, {"--tune and --sweep"});
+  refuse({"bench", "--tune", "--tiles", "64x64"}, {"--tune", "leave out --tiles"});
+  for (const char* command : {"check", "count", "ladder", "list"})
+    refuse({command, "--tune"}, {"--tune"});
 }
 
 TEST_F(CliTest, ListsStages) {
@@ -491,7 +527,172 @@ TEST_F(CliTest, EmptyProblems) {  // P14
   }
 }
 
+TEST_F(CliBadInput, TilesThatAStageIsNotBuiltFor) {
+  const auto refuse = [&](const Arguments& more, const std::vector<std::string>& told) {
+    for (const char* command : {"check", "count"}) {
+      Arguments arguments = {command, "--device", "model", "--json", path("never.json")};
+      arguments.insert(arguments.end(), more.begin(), more.end());
+      expect_refusal(arguments, 2, told);
+    }
+  };
+  refuse({"--stage", "07", "--head-dim", "128", "--tiles", "32x32"},
+         {"stage 07 at head_dim 128 is built for ", "; 32x32 was given"});
+  refuse({"--stage", "08", "--head-dim", "64", "--tiles", "64x128"},
+         {"stage 08 at head_dim 64 is built for ", ", 64x64", "; 64x128 was given"});
+  refuse({"--stage", "05", "--head-dim", "128", "--tiles", "64x64"},
+         {"stage 05 at head_dim 128 is built for 32x64; 64x64 was given"});
+  // Smaller on a card with less shared memory.
+  refuse({"--stage", "05", "--head-dim", "128", "--tiles", "32x64", "--shared-memory", "101376"},
+         {"is built for 16x64; 32x64 was given"});
+  refuse({"--stage", "01", "--tiles", "64x64"}, {"stage 01 has no tiles to choose"});
+  refuse({"--tiles", "64x64"}, {"stage 01 has no tiles to choose"});
+  refuse({"--stage", "06,07,08", "--tiles", "128x128"}, {"stage 06", "is built for 64x64"});
+}
+
+// What is printed is what ran: the ledger shows the grid and the tiles.
+TEST_F(CliTest, TilesAndGridAreThoseAskedFor) {
+  const auto counted = [&](const Arguments& more) {
+    Arguments arguments = {"count", "--device", "model", "--batch", "1",           "--heads",
+                           "2",     "--seqlen", "192",   "--json",  path("r.json")};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const Result result = run(arguments);
+    EXPECT_EQ(result.status, 0) << result.err;
+    const auto report = nlohmann::json::parse(contents(path("r.json")));
+    for (const auto& stage : report["stages"]) {
+      const std::string tiles = std::to_string(stage["tiles"]["Br"].get<int>()) + "x" +
+                                std::to_string(stage["tiles"]["Bc"].get<int>());
+      EXPECT_NE(result.out.find(tiles), std::string::npos) << result.out;
+    }
+    return report["stages"];
+  };
+  const auto tiles = [](int Br, int Bc) { return nlohmann::json{{"Br", Br}, {"Bc", Bc}}; };
+  for (const auto& stage : counted({"--stage", "06,07,08", "--tiles", "64x64"})) {
+    EXPECT_EQ(stage["tiles"], tiles(64, 64));
+    EXPECT_EQ(stage["counts"]["grid_blocks"], 2 * 3);
+    EXPECT_EQ(stage["counts"]["tiles_visited"], 2 * 3 * 3);
+  }
+  for (const auto& stage : counted({"--stage", "07,08"})) {  // their own choice is a larger tile
+    EXPECT_GT(stage["tiles"]["Br"], 64);
+    const int Br = stage["tiles"]["Br"];
+    EXPECT_EQ(stage["counts"]["grid_blocks"], 2 * ((192 + Br - 1) / Br));
+  }
+  for (const bool small : {false, true}) {
+    const int Br = small ? 16 : 32;
+    const auto stage = counted(
+        {"--stage", "05", "--head-dim", "128", "--shared-memory", small ? "101376" : "166912"})[0];
+    EXPECT_EQ(stage["tiles"], tiles(Br, 64));
+    EXPECT_EQ(stage["counts"]["grid_blocks"], 2 * 192 / Br);
+    EXPECT_FALSE(stage.contains("grid"));
+  }
+  const auto grids = counted({"--stage", "05", "--grid", "bh"});
+  EXPECT_EQ(grids[0]["grid"], "bh");
+  EXPECT_EQ(grids[0]["counts"]["grid_blocks"], 2);
+  EXPECT_EQ(counted({"--stage", "05"})[0]["counts"]["global_read"],
+            grids[0]["counts"]["global_read"]);  // the traffic is the same
+  const Result check = run({"check", "--device", "model", "--stage", "07,08", "--tiles", "64x64",
+                            "--seqlen", "70", "--json", path("check.json")});
+  EXPECT_EQ(check.status, 0) << check.out;
+  EXPECT_NE(check.out.find("64x64"), std::string::npos);
+  EXPECT_EQ(nlohmann::json::parse(contents(path("check.json")))["stages"][0]["tiles"],
+            tiles(64, 64));
+  const Result own =
+      run({"check", "--device", "model", "--grid", "bh", "--seqlen", "70"}, "05_fa2_loop_swap");
+  EXPECT_EQ(own.status, 0) << own.out << own.err;
+}
+
+TEST_F(CliTest, ListNamesEveryTileSize) {
+  const Result result = run({"list", "--device", "model", "--stage", "01,05,07", "--head-dim",
+                             "128", "--shared-memory", "101376", "--json", path("r.json")});
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_NE(result.out.find("16x64"), std::string::npos) << result.out;
+  const auto report = nlohmann::json::parse(contents(path("r.json")));
+  EXPECT_EQ(report["device"]["shared_memory_per_block"], 101376);
+  EXPECT_FALSE(report["stages"][0].contains("candidates"));
+  EXPECT_EQ(report["stages"][1]["candidates"].size(), 1u);
+  ASSERT_GE(report["stages"][2]["candidates"].size(), 2u);
+  EXPECT_EQ(report["stages"][2]["candidates"][0], report["stages"][2]["tiles"]);
+  std::string names;  // all of them in one cell
+  for (const auto& tiles : report["stages"][2]["candidates"]) {
+    names += (names.empty() ? "" : ", ") + std::to_string(tiles["Br"].get<int>()) + "x" +
+             std::to_string(tiles["Bc"].get<int>());
+  }
+  EXPECT_NE(result.out.find(names), std::string::npos) << result.out;
+}
+
+TEST_F(CliTest, CountShowsABoundForACard) {
+  const Result result =
+      run(small("count", {"--stage", "02a,04,08", "--card", "h100", "--json", path("r.json")}));
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_NE(result.out.find("H100 SXM 80 GB: a bound from datasheet figures, not a time"),
+            std::string::npos)
+      << result.out;
+  EXPECT_NE(result.out.find("set by"), std::string::npos);
+  const auto report = nlohmann::json::parse(contents(path("r.json")));
+  EXPECT_EQ(report["card"]["name"], "H100");
+  EXPECT_EQ(report["card"]["memory_gb_per_s"], 3350);
+  EXPECT_EQ(report["device"]["target"], "model");
+  ASSERT_EQ(report["stages"].size(), 3u);
+  for (const auto& stage : report["stages"]) {
+    const auto& bound = stage["bound"];
+    EXPECT_EQ(bound["card"], "H100");
+    EXPECT_FALSE(stage.contains("time"));
+    const double largest =
+        std::max({bound["memory_us"].get<double>(), bound["mma_us"].get<double>(),
+                  bound["fma_us"].get<double>(), bound["exp_us"].get<double>()});
+    EXPECT_GT(largest, 0);
+    EXPECT_EQ(bound["us"], largest);
+    EXPECT_EQ(bound["multiprocessors"],
+              std::min<int64_t>(132, stage["counts"]["grid_blocks"].get<int64_t>()));
+    // Of these three only 08 asks for each byte once (at this length, one tile).
+    EXPECT_EQ(bound["requested_bytes_us"] == bound["memory_us"], stage["stage"] == "08");
+    EXPECT_GE(bound["requested_bytes_us"].get<double>(), bound["memory_us"].get<double>());
+    EXPECT_EQ(bound["mma_us"] == 0, stage["counts"]["mma_flops"] == 0);
+    EXPECT_EQ(bound["fma_us"] == 0, stage["counts"]["mma_flops"] != 0);
+  }
+  // Without --card there is no bound.
+  const Result plain = run(small("count", {"--stage", "08", "--json", path("r.json")}));
+  EXPECT_EQ(plain.out.find("bound"), std::string::npos);
+  EXPECT_FALSE(nlohmann::json::parse(contents(path("r.json")))["stages"][0].contains("bound"));
+}
+
+TEST_F(CliTest, TheModelImitatesTheCardOfTheBound) {
+  const auto counted = [&](const char* card, const Arguments& more = {}) {
+    Arguments arguments =
+        small("count", {"--stage", "05", "--card", card, "--json", path("r.json")});
+    arguments[std::find(arguments.begin(), arguments.end(), "--head-dim") - arguments.begin() + 1] =
+        "128";
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    EXPECT_EQ(run(arguments).status, 0);
+    return nlohmann::json::parse(contents(path("r.json")));
+  };
+  const auto consumer = counted("RTX4090"), hopper = counted("H200");
+  EXPECT_EQ(consumer["device"]["shared_memory_per_block"], 99 * 1024);
+  EXPECT_EQ(consumer["device"]["capability"], "8.9");
+  EXPECT_EQ(consumer["stages"][0]["tiles"]["Br"], 16);
+  EXPECT_EQ(hopper["stages"][0]["tiles"]["Br"], 32);
+  EXPECT_EQ(counted("RTX4090", {"--shared-memory", "232448"})["stages"][0]["tiles"]["Br"], 32);
+}
+
+TEST_F(CliTest, AnOldCardHasNoBoundForNewInstructions) {
+  const Result result = run(
+      small("count", {"--stage", "01,02a,02b,02d,07", "--card", "T4", "--json", path("r.json")}));
+  EXPECT_EQ(result.status, 0) << result.err;
+  const auto report = nlohmann::json::parse(contents(path("r.json")));
+  for (const auto& stage : report["stages"]) {
+    const std::string id = stage["stage"];
+    EXPECT_TRUE(stage.contains("counts")) << id;
+    EXPECT_EQ(stage.contains("bound"), id == "01" || id == "02a") << id;
+    EXPECT_EQ(stage.contains("no_bound"), id >= "02b") << id;
+  }
+  EXPECT_NE(result.out.find("no bound: 02b cannot run on T4: mma.m16n8k16 needs compute capability "
+                            "8.0, it has 7.5"),
+            std::string::npos)
+      << result.out;
+  EXPECT_NE(result.out.find("no bound: 07 cannot run on T4: cp.async"), std::string::npos);
+}
+
 TEST_F(CliTest, BenchOnTheModelPointsToCount) {
+  expect_refusal({"bench", "--device", "model", "--tune"}, 3, {"not timed", "count"});
   expect_refusal({"bench", "--device", "model", "--json", path("never.json")}, 3, {"count"});
   expect_refusal({"bench", "--device", "model", "--sweep"}, 3, {"count"});
 }
@@ -513,6 +714,48 @@ TEST_F(CliTest, AStagesOwnProgram) {
 }
 
 #endif
+
+TEST_F(CliTest, WithoutACardStagesAreListed) {
+  setenv("CUDA_VISIBLE_DEVICES", "", 1);
+  const Result result = run({"list", "--json", path("list.json")});
+  unsetenv("CUDA_VISIBLE_DEVICES");
+  EXPECT_EQ(result.status, 0) << result.err;
+  const auto report = nlohmann::json::parse(contents(path("list.json")));
+  EXPECT_GE(report["stages"].size(), 11u);
+#ifdef FLASHSTEPS_HAS_MODEL
+  EXPECT_EQ(report["device"]["target"], "model");
+#else
+  EXPECT_EQ(report["device"]["target"], "none");
+  EXPECT_NE(result.out.find("device   none: "), std::string::npos);
+#endif
+}
+
+// On a card: every tile size is timed, and what it takes is told.
+TEST_F(CliTest, cuda_tune_times_every_tile_size) {
+  const Result result = run({"bench", "--device", "cuda", "--tune", "--stage", "07,08", "--seqlen",
+                             "512", "--json", path("r.json")});
+  if (result.status == 3) GTEST_SKIP() << "no usable card: " << result.err;
+  ASSERT_EQ(result.status, 0) << result.err;
+  const auto report = nlohmann::json::parse(contents(path("r.json")));
+  ASSERT_EQ(report["stages"].size(), 2u);
+  for (const auto& stage : report["stages"]) {
+    ASSERT_GE(stage["candidates"].size(), 2u);
+    bool fastest_is_one = false;
+    for (const auto& candidate : stage["candidates"]) {
+      EXPECT_GT(candidate["time"]["median_ms"], 0);
+      EXPECT_LE(candidate["time"]["speed_of_fastest"], 1);
+      EXPECT_GT(candidate["kernel"]["registers_per_thread"], 0);
+      EXPECT_EQ(candidate["kernel"]["local_bytes_per_thread"], 0);
+      EXPECT_GT(candidate["kernel"]["shared_memory"], 0);
+      EXPECT_GE(candidate["kernel"]["blocks_per_multiprocessor"], 1);
+      fastest_is_one |= candidate["tiles"] == stage["fastest"];
+    }
+    EXPECT_TRUE(fastest_is_one);
+    EXPECT_NE(result.out.find("fastest here: "), std::string::npos);
+  }
+  expect_refusal({"bench", "--device", "cuda", "--tune", "--stage", "05"}, 2,
+                 {"--tune: stage 05 is built for one tile size"});
+}
 
 TEST_F(CliTest, WithoutACardCudaIsRefusedWithAdvice) {
   setenv("CUDA_VISIBLE_DEVICES", "", 1);

@@ -2,6 +2,8 @@
 // heads, strides, scales. Each case compares all of O and L with the oracle.
 #include "stage_suite.h"
 
+#include <set>
+
 namespace flashsteps {
 namespace {
 
@@ -137,6 +139,89 @@ TEST_P(Conformance, BatchBeyondGridLimits) {
     EXPECT_EQ(compare(p, oracle, run.outputs).describe(), "");
   }
 }
+
+// Stages that are built for several tile sizes are right with each of them, and run with the one that was asked for.
+TEST_P(Conformance, EveryTileSize) {
+  const int n = stage().target == Target::model ? 1 : 8;
+  for (const int d : {64, 128}) {
+    const std::vector<Tiles> candidates = tile_candidates(stage(), problem_of(1, 1, 1, 1, 1, d));
+    EXPECT_THROW(tiles_of(stage(), problem_of(1, 1, 1, 1, 1, d), {.tiles = {7, 9}}), std::invalid_argument);
+    if (candidates.size() < 2) continue;  // all other tests are of this one
+    EXPECT_EQ(candidates.front(), stage().tiles(problem_of(1, 1, 1, 1, 1, d)));
+    std::set<std::string> names;
+    for (const Tiles tiles : candidates) EXPECT_TRUE(names.insert(name_of(tiles)).second) << name_of(tiles) << " twice";
+    for (const Tiles tiles : candidates) {
+      for (const auto& [seqlen_q, seqlen_k] : {std::pair{300, 300}, {129, 257}, {257, 65}, {1, 193}}) {
+        for (const bool causal : {false, true}) {
+          SCOPED_TRACE(testing::Message() << "tiles " << name_of(tiles) << " Nq " << seqlen_q << " Nk " << seqlen_k
+                                          << " causal " << causal);
+          const Problem p = problem_of(1, 2, 1, n * seqlen_q, n * seqlen_k, d, causal, causal ? DType::bf16 : DType::fp16);
+          const Inputs inputs = make_inputs(p, InputKind::moving_max, 7);
+          const ForwardRun run = run_forward(device(), stage(), p, inputs, {.tiles = tiles});
+          EXPECT_EQ(compare(p, make_oracle(p, inputs, all_rows(p)), run.outputs).describe(), "");
+          if (!causal && run.ledger) {  // without a mask all tiles are visited: as many as there are of this size
+            const int64_t Tr = (p.seqlen_q + tiles.Br - 1) / tiles.Br, Tc = (p.seqlen_k + tiles.Bc - 1) / tiles.Bc;
+            EXPECT_EQ(run.ledger->tiles_visited, p.batch_heads() * Tr * Tc);
+          }
+        }
+      }
+    }
+  }
+}
+
+// 05 can keep 04's grid: as right, and no more blocks than heads. No other stage has that choice.
+TEST_P(Conformance, OneBlockForEachHead) {
+  const Variant one_block{.tiles = {}, .one_block_per_head = true};
+  const Problem p = problem_of(2, 2, 1, 200, 150, 64, true);
+  const Inputs inputs = make_inputs(p, InputKind::moving_max, 11);
+  if (!has_grid_choice(stage())) {
+    EXPECT_THROW(run_forward(device(), stage(), p, inputs, one_block), std::invalid_argument);
+    return;
+  }
+  for (const Problem& problem : {p, problem_of(1, 3, 3, 129, 65, 128), problem_of(1, 2, 2, 0, 40, 64)}) {
+    const Inputs its = make_inputs(problem, InputKind::moving_max, 11);
+    const ForwardRun run = run_forward(device(), stage(), problem, its, one_block);
+    EXPECT_EQ(compare(problem, make_oracle(problem, its, all_rows(problem)), run.outputs).describe(), "");
+    if (run.ledger) {
+      EXPECT_EQ(run.ledger->grid_blocks, problem.seqlen_q > 0 ? problem.batch_heads() : 0);
+    }
+  }
+}
+
+#ifdef FLASHSTEPS_HAS_MODEL
+// On a card with the shared memory of a consumer's: stages whose tiles would not fit there take smaller ones.
+TEST_P(Conformance, OnASmallerCard) {
+  if (stage().target != Target::model) GTEST_SKIP() << "the model imitates the smaller card";
+  struct Restore {
+    model::Options before = model::options();
+    ~Restore() { model::set_options(before); }
+  } restore;
+  const Tiles large = stage().tiles(problem_of(1, 1, 1, 1, 1, 128));
+  model::Options small = restore.before;
+  small.capability = 89;
+  small.shared_memory_per_block = 99 * 1024;
+  model::set_options(small);
+  if (const auto why = why_not(stage(), problem_of(1, 1, 1, 16, 16, 64), device().info())) GTEST_SKIP() << *why;
+  for (const int d : {64, 128}) {
+    for (const bool causal : {false, true}) {
+      SCOPED_TRACE(testing::Message() << "d " << d << " causal " << causal);
+      const Problem p = problem_of(1, 2, 1, 100, 150, d, causal, causal ? DType::bf16 : DType::fp16);
+      for (const Tiles tiles : tile_candidates(stage(), p)) {
+        const Inputs inputs = make_inputs(p, InputKind::moving_max, 13);
+        const ForwardRun run = run_forward(device(), stage(), p, inputs, {.tiles = tiles});
+        EXPECT_EQ(compare(p, make_oracle(p, inputs, all_rows(p)), run.outputs).describe(), "") << name_of(tiles);
+      }
+      if (tile_candidates(stage(), p).empty()) expect_right(stage(), p, make_inputs(p, InputKind::moving_max, 13));
+    }
+  }
+  const std::string id = stage().id;
+  if (id == "04" || id == "05" || id == "06") {
+    EXPECT_EQ(large, (Tiles{32, 64}));
+    EXPECT_EQ(stage().tiles(problem_of(1, 1, 1, 1, 1, 128)), (Tiles{16, 64}));
+    EXPECT_EQ(stage().tiles(problem_of(1, 1, 1, 1, 1, 64)), (Tiles{64, 64}));
+  }
+}
+#endif
 
 // The same inputs give the same bits, whatever the memory held before.
 TEST_P(Conformance, RunsAreBitwiseEqual) {

@@ -99,6 +99,24 @@ TEST_F(DeviceOnCuda, cuda_launches_are_checked) {
       << "refused launches leave no error behind";
 }
 
+TEST_F(DeviceOnCuda, cuda_tells_what_the_last_kernel_takes) {
+  const int most = int(device_->info().shared_memory_per_block);
+  launch_with(1, 64, 4096);
+  const KernelResources taken = last_launched_kernel();
+  EXPECT_EQ(taken.name, "needy_kernel");
+  EXPECT_EQ(taken.threads, 64);
+  EXPECT_GT(taken.registers_per_thread, 0);
+  EXPECT_LE(taken.registers_per_thread, 255);
+  EXPECT_EQ(taken.local_bytes, 0);
+  EXPECT_EQ(taken.shared_memory, 1024 + 4096);
+  EXPECT_GT(taken.blocks_per_multiprocessor, 1);
+  launch_with(0, 32, 0);  // launches nothing
+  EXPECT_EQ(last_launched_kernel().threads, 64);
+  launch_with(1, 32, most - 1024);
+  EXPECT_EQ(last_launched_kernel().blocks_per_multiprocessor, 1);
+  device_->synchronize();
+}
+
 // The context of the process is lost, so the process is one of its own.
 TEST_F(DeviceOnCuda, cuda_faults_are_told) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");

@@ -126,6 +126,28 @@ TEST_F(TimingOnCuda, cuda_inputs_are_random_normal) {
   }
 }
 
+TEST_F(TimingOnCuda, cuda_variants_of_one_stage) {
+  Stage stage = fake_stage(
+      [](const Problem&, const ForwardArgs& args, Stream) { busy_for(args.tiles.Br * 1000); });
+  stage.tiles = [](const Problem&) { return Tiles{200, 64}; };
+  stage.candidates = [](const Problem&) -> TileList { return {2, {{200, 64}, {400, 64}}}; };
+  const InterleavedResult times = time_forward_interleaved(
+      *device_, {&stage, &stage}, small_problem(), {}, {{.tiles = {}}, {.tiles = {400, 64}}});
+  EXPECT_NEAR(times.speedup(0, 1), 2, 0.05);
+  ASSERT_EQ(times.kernel.size(), 2u);
+  for (const KernelResources& kernel : times.kernel) {
+    EXPECT_EQ(kernel.name, "busy_kernel");
+    EXPECT_EQ(kernel.threads, 1);
+    EXPECT_GE(kernel.blocks_per_multiprocessor, 1);
+  }
+  EXPECT_NEAR(time_forward(*device_, stage, small_problem(), {}, {.tiles = {400, 64}}).median_ms,
+              0.4, 0.02);
+  EXPECT_THROW(time_forward(*device_, stage, small_problem(), {}, {.tiles = {64, 64}}),
+               std::invalid_argument);
+  EXPECT_THROW(time_forward_interleaved(*device_, {&stage}, small_problem(), {}, {{}, {}}),
+               std::invalid_argument);
+}
+
 TEST_F(TimingOnCuda, cuda_lse_is_timed_apart) {
   Stage stage = fake_stage(busy_200us);
   EXPECT_FALSE(time_lse(*device_, stage, small_problem()).has_value());

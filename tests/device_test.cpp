@@ -223,6 +223,17 @@ TEST(CudaSupport, ProbeAgreesWithTheDevice) {
   }
 }
 
+TEST(CudaSupport, NothingWasLaunchedWithoutACard) {
+  const std::string reason = why_no_cuda();
+  if (reason.empty()) GTEST_SKIP() << "there is a usable card";
+  try {
+    last_launched_kernel();
+    FAIL() << "a kernel was launched, although " << reason;
+  } catch (const DeviceError& error) {
+    EXPECT_EQ(error.what(), reason);
+  }
+}
+
 // Runs in a process of its own, where CUDA has not started yet; on a machine with a card it is
 // hidden.
 TEST(CudaSupportDeathTest, HiddenCardsAreNoCards) {

@@ -12,7 +12,7 @@ namespace {
 TEST(Ladder, TotalBytesFall) {
   constexpr std::array kIds = {"01", "02d", "03", "04", "05"};  // of those that have been written
   for (const int d : {64, 128}) {
-    const Problem p = problem_of(1, 1, 1, 256, 256, d);
+    const Problem p = problem_of(1, 1, 1, 512, 512, d);
     const Inputs inputs = make_inputs(p, InputKind::normal, 1);
     int64_t before = INT64_MAX;
     int stages = 0;

@@ -126,7 +126,7 @@ Prediction predict_split_k(int64_t N, int64_t D) {
   p.launches = 1;
   p.mma_flops = 4 * N * N * D;
   p.shuffles = Tr * Tc * 2 * Br;                // two for the maxima and two for the sums of each 8 rows, in four warps
-  p.exp = N * N + Tr * (Tc - 1) * 128;          // every owner computes e^(m - m_new), but for the first tile
+  p.exp = N * N + Tr * Tc * 128;                // every owner computes e^(m - m_new)
   p.tiles_visited = p.tiles_masked = Tr * Tc;   // no tile is skipped, every one is masked
   // Fragments of Q (all rows), K and V (16 keys); then m and four maxima for each row with 4 lanes, in four warps; then
   // the merge: four maxima and four sums for each owner, four partial sums for each element of O.
@@ -174,8 +174,9 @@ Prediction predict_06(int64_t N, int64_t d, int64_t D) {
   return p;
 }
 
-Prediction predict_07(int64_t N, int64_t d, int64_t D) {
-  const int64_t Br = 128, Bc = D == 64 ? 128 : 64;
+// 07 and 08, which differ in the keys of a tile.
+Prediction predict_split_q(int64_t N, int64_t d, int64_t D, int64_t Bc) {
+  const int64_t Br = 128;
   const int64_t Tr = N / Br, Tc = N / Bc;
   Prediction p;
   p.read = {{"Q", N * d * e}, {"K", Tr * N * d * e}, {"V", Tr * N * d * e}};
@@ -186,7 +187,7 @@ Prediction predict_07(int64_t N, int64_t d, int64_t D) {
   p.warp_barriers = Tr * 4;            // before a warp stores its rows of O
   p.mma_flops = 4 * N * N * D;
   p.shuffles = Tr * (Tc + 1) * Br / 4; // two for each 8 rows: the maxima of each tile, the sums at the end
-  p.exp = N * N + Tr * (Tc - 1) * 4 * Br;  // four lanes compute a row's e^(m - m_new)
+  p.exp = N * N + Tr * Tc * 4 * Br;        // four lanes compute a row's e^(m - m_new)
   p.div = N * 4;                           // and, at the end, its 1 / l
   p.tiles_visited = p.tiles_masked = Tr * Tc;
   p.shared_read = Tr * Tc * 4 * (D / 16 * (Br / 64 + Bc / 16) + Bc / 16 * D / 16) * 512 + N * d * e;
@@ -194,8 +195,11 @@ Prediction predict_07(int64_t N, int64_t d, int64_t D) {
   return p;
 }
 
+Prediction predict_07(int64_t N, int64_t d, int64_t D) { return predict_split_q(N, d, D, 64); }
+
 Prediction predict_08(int64_t N, int64_t d, int64_t D) {
-  Prediction p = predict_07(N, d, D);
+  Prediction p = predict_split_q(N, d, D, D == 64 ? 128 : 64);
+  p.exp -= N * 4;      // the first tile rescales nothing
   p.tiles_masked = 0;  // without a causal mask; OfCausalTiles has the other case
   return p;
 }

@@ -1,6 +1,7 @@
 """The Python tools do what they say, without a card: the picture of the ladder is drawn from both
 kinds of report, the comparison with Nsight Compute reads its table (a stand-in for ncu writes one),
-and each refuses bad input with one line.
+the benchmark beside PyTorch checks what it times (a stand-in for torch, the stages on the CPU
+model), and each refuses bad input with one line.
 """
 import json
 import os
@@ -15,7 +16,14 @@ import unittest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLOT = ROOT / "common/timing/plot_ladder.py"
 COMPARE = ROOT / "python/compare_ncu.py"
-BENCH = ROOT / "python/bench_math.py"
+BENCH = ROOT / "python/bench_peers.py"
+PLOT_PEERS = ROOT / "python/plot_peers.py"
+STANDIN = ROOT / "tests/bench_peers_standin.py"
+LIBRARY = os.environ.get("FLASHSTEPS_LIBRARY")
+
+sys.path.insert(0, str(ROOT / "python"))
+import bench_peers  # noqa: E402
+import flashsteps_abi as abi  # noqa: E402
 
 PROBLEM = {"batch": 1, "heads": 2, "seqlen_q": 256, "seqlen_k": 256, "head_dim": 64,
            "dtype": "fp16", "causal": False}
@@ -160,10 +168,209 @@ class Comparison(Tools):
         self.assert_refused(run(sys.executable, COMPARE, "--attention", sys.executable, "--ncu", "/none"), 3, "/none")
 
 
-class Bench(Tools):
+class BenchArguments(Tools):
+    def bench(self, *arguments, torch=None):
+        """Runs it where `import torch` runs this source."""
+        if torch is not None:
+            self.write("torch.py", torch)
+        environment = dict(os.environ, LC_ALL="C", PYTHONPATH=str(self.folder))
+        return subprocess.run([sys.executable, BENCH, *arguments], capture_output=True, text=True, check=False, env=environment)
+
     def test_bad_options_are_refused(self):
-        self.assert_refused(run(sys.executable, BENCH, "--backends", "math,fast"), 2, "there is no 'fast'")
-        self.assert_refused(run(sys.executable, BENCH, "--seqlen", "0"), 2, "--seqlen is 0")
+        for words, *arguments in (
+                ("--peers: there is no 'fast'; there are flash, cudnn, math, math16", "--peers", "math,fast"),
+                ("--seqlen: 0 is given; 1 or more is allowed", "--seqlen", "512,0"),
+                ("--seqlen: 'x' is no number", "--seqlen", "x"),
+                ("--heads: 0 is given; more than 0 is allowed", "--heads", "0"),
+                ("--measurement-ms: nan is given", "--measurement-ms", "nan"),
+                ("--setting: there is no 'all'; there are course, full, few, math", "--setting", "all"),
+                ("--mask: there is no 'half'", "--mask", "half"),
+                ("--stage: '8' is no stage; allowed: ids as in 08 or 02d", "--stage", "8"),
+                ("--stage: '07:64' is no stage", "--stage", "07:64"),
+                ("--tiles: '64' is given; BRxBC is allowed", "--tiles", "64"),
+                ("--dtype: invalid choice: 'fp32'", "--dtype", "fp32"),
+                ("--math: not allowed with argument --ladder", "--ladder", "--math"),
+                ("unrecognized arguments: --backends", "--backends", "math")):
+            self.assert_refused(self.bench(*arguments, torch="1 / 0  # not reached"), 2, words)
+
+    def test_no_torch_no_card_no_library(self):
+        self.assert_refused(self.bench(torch="raise ImportError"), 3, "torch is not installed")
+        self.assert_refused(self.bench(torch="class cuda: is_available = lambda: False"), 3, "torch sees no CUDA card")
+        has_card = "class cuda: is_available = lambda: True"
+        self.assert_refused(self.bench("--library", "/none.so", torch=has_card), 2, "--library: /none.so cannot be loaded")
+        text = self.write("text.so", "no library")
+        self.assert_refused(self.bench("--library", text, torch=has_card), 2, "text.so cannot be loaded")
+
+
+class BenchArithmetic(unittest.TestCase):
+    def test_default_cells_are_the_papers(self):
+        cells = bench_peers.parse([]).cells
+        self.assertEqual(len(cells), 24)
+        for cell in cells:
+            self.assertEqual((cell.batch * cell.seqlen, cell.heads * cell.head_dim), (16384, 2048))
+        self.assertEqual({(c.head_dim, c.causal) for c in cells}, {(64, False), (64, True), (128, False), (128, True)})
+
+    def test_ladder_cells_fill_the_card(self):
+        options = bench_peers.parse(["--ladder"])
+        full = [cell for cell in options.cells if cell.setting == "full"]
+        self.assertEqual([(c.batch, c.heads, c.seqlen) for c in full if c.head_dim == 64 and not c.causal],
+                         [(17, 32, 1024), (17, 32, 4096)])
+        self.assertTrue(all(528 <= c.batch * c.heads < 528 + c.heads for c in full))
+        few = [cell for cell in options.cells if cell.setting == "few"]
+        self.assertEqual({(c.batch, c.heads, c.seqlen) for c in few}, {(1, 8, 16384)})
+        self.assertEqual(options.peers, [])
+
+    def test_options_choose_cells(self):
+        options = bench_peers.parse(["--seqlen", "100,200", "--head-dim", "40", "--mask", "causal", "--batch", "3", "--heads", "5"])
+        self.assertEqual([cell[1:] for cell in options.cells], [(3, 5, 100, 40, True), (3, 5, 200, 40, True)])
+        math = bench_peers.parse(["--math"])
+        self.assertEqual([cell[1:] for cell in math.cells], [(4, 16, 2048, 128, False)])
+        self.assertEqual(([run.name for run in math.runs], math.peers, math.layout), (["02d", "08"], ["math", "math16"], "bhsd"))
+
+    def test_runs(self):
+        names = lambda *arguments: [run.name for run in bench_peers.parse_runs(*arguments)]
+        self.assertEqual(names("05,06,07,08", (64, 64), True), ["05:bh", "05", "06", "07:64x64", "08:64x64"])
+        self.assertEqual(names("07:32x64,07,07"), ["07:32x64", "07"])
+        cell = bench_peers.Cell("full", 2, 3, 130, 64, True)
+        ladder = [run.name for run in bench_peers.ladder_runs(bench_peers.parse_runs("03,04,05,06,07,08"), cell)]
+        self.assertEqual(ladder, ["03", "04", "05:bh", "05", "06", "07:64x64", "07", "08"])
+        ladder = bench_peers.ladder_runs(bench_peers.parse_runs("06,07"), cell._replace(head_dim=128))
+        self.assertEqual([run.name for run in ladder], ["06", "07"])
+        known = ["02a", "02d", "07", "08"]
+        resolved = bench_peers.resolve(bench_peers.parse_runs("02,07:64x64"), known)
+        self.assertEqual([(run.name, run.stage) for run in resolved], [("02d", "02d"), ("07:64x64", "07")])
+        with self.assertRaisesRegex(ValueError, "there is no stage '09'; there are 02a, 02d, 07, 08"):
+            bench_peers.resolve(bench_peers.parse_runs("09"), known)
+
+    def test_blocks(self):
+        cell = bench_peers.Cell("full", 2, 3, 130, 64, True)
+        run = {run.name: run for run in bench_peers.parse_runs("04,05:bh,05,01")}
+        self.assertEqual([bench_peers.grid_blocks(run[name], cell, (64, 64)) for name in ("04", "05:bh", "05")], [6, 6, 18])
+        self.assertIsNone(bench_peers.grid_blocks(run["01"], cell, (0, 0)))
+
+    def test_work(self):
+        cell = bench_peers.Cell("course", 4, 16, 4096, 128, True)
+        self.assertEqual(cell.pairs(), 8_390_656)  # docs/method.md
+        self.assertEqual(cell.flops(), 4 * 4 * 16 * 128 * 8_390_656)
+        self.assertEqual(cell._replace(causal=False).pairs(), 4096**2)
+
+    def test_ratio_is_the_median_of_ratios(self):
+        # Drift of the card, common to both, does not count; nor is it the ratio of the medians (which is 3 / 2).
+        self.assertEqual(bench_peers.median_ratio([3, 30, 2], [1, 10, 2]), 3)
+        for numerator, denominator in (([], []), ([1], [1, 2])):
+            with self.assertRaises(ValueError):
+                bench_peers.median_ratio(numerator, denominator)
+        self.assertAlmostEqual(bench_peers.geometric_mean([1, 4]), 2)
+
+    def test_plans(self):
+        self.assertEqual(bench_peers.plan_launches(0.1, 12), (120, 3))
+        self.assertEqual(bench_peers.plan_launches(0, 12), (256, 3))
+        self.assertEqual(bench_peers.plan_launches(200, 12), (1, 1))
+        self.assertEqual(bench_peers.rotating_sets(30, 50, 100, 10**9), 4)
+        self.assertEqual(bench_peers.rotating_sets(192 << 20, 320 << 20, 50 << 20, 1 << 40), 2)
+        self.assertEqual(bench_peers.rotating_sets(1, 1, 10**9, 10**12), 64)
+        self.assertEqual(bench_peers.rotating_sets(30, 50, 100, 60), 1)
+
+    def test_sampled_heads(self):
+        all_heads = bench_peers.sampled_heads(bench_peers.Cell("course", 32, 32, 512, 64, False), 1)
+        self.assertEqual(all_heads, list(range(1024)))
+        some = bench_peers.sampled_heads(bench_peers.Cell("course", 1, 32, 16384, 64, False), 1)
+        self.assertTrue(2 <= len(some) <= 4 and {0, 31} <= set(some), some)
+
+
+class BenchOnTheModel(Tools):
+    def setUp(self):
+        super().setUp()
+        if not LIBRARY or not abi.Library(LIBRARY).stages(abi.MODEL):
+            self.skipTest("the library was built without the CPU model")
+        pythons = [os.environ.get("PYTHON"), sys.executable, "python3", "/usr/bin/python3"]
+        self.python = next((p for p in pythons if p and shutil.which(p) and run(p, "-c", "import numpy").returncode == 0), None)
+        if not self.python:
+            self.skipTest("numpy is not installed")
+
+    def bench(self, fault, *arguments):
+        report = self.folder / "peers.json"
+        done = run(self.python, STANDIN, LIBRARY, fault, "--batch", "1", "--heads", "2", "--rounds", "3", "--measurement-ms", "1",
+                   "--json", report, *arguments)
+        return done, json.loads(report.read_text()) if report.exists() else None
+
+    def test_beside_peers(self):
+        for layout in ("bshd", "bhsd"):
+            done, result = self.bench("none", "--seqlen", "70", "--head-dim", "64,128", "--stage", "03,08", "--layout", layout)
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+            self.assertEqual(len(result["cells"]), 4)
+            for cell in result["cells"]:
+                runs = {entry["name"]: entry for entry in cell["runs"]}
+                self.assertEqual(list(runs), ["03", "08", "flash", "cudnn"])
+                self.assertEqual(cell["left_out"], {})
+                for entry in runs.values():
+                    self.assertTrue(entry["check"]["ok"])
+                    self.assertEqual(len(entry["round_ms"]), 3)
+                self.assertIn("lse_max_abs_err", runs["08"]["check"])
+                ratios = [a / b for a, b in zip(runs["flash"]["round_ms"], runs["08"]["round_ms"])]
+                self.assertEqual(cell["speedups"]["08"]["flash"], sorted(ratios)[1])
+            self.assertIn("08 is ", done.stdout)
+
+    def test_ladder(self):
+        picture = self.folder / "ladder.svg"
+        done, result = self.bench("none", "--ladder", "--setting", "full", "--seqlen", "70", "--head-dim", "64", "--svg", picture)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        runs = {entry["name"]: entry for entry in result["cells"][0]["runs"]}
+        self.assertEqual(list(runs), ["03", "04", "05:bh", "05", "06", "07:64x64", "07", "08"])
+        self.assertEqual([entry["grid_blocks"] for entry in runs.values()], [4, 2, 2, 4, 4, 4, 2, 2])
+        self.assertEqual([entry["tiles"]["Br"] for entry in runs.values()], [64] * 6 + [128] * 2)
+        self.assertIn("full: 08 is ", done.stdout)
+        if shutil.which("gnuplot"):
+            for words in ("<svg", "07:64x64", "full: 2 heads, d 64, causal", "stand-in"):
+                self.assertTrue(words in picture.read_text(), words)
+
+    def test_wrong_values_are_not_timed(self):
+        for fault in ("wrong", "nan", "lse"):
+            done, result = self.bench(fault, "--seqlen", "70", "--mask", "causal", "--head-dim", "64")
+            self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+            self.assertIn("08: left out: WRONG VALUES", done.stdout)
+            self.assertEqual([entry["name"] for entry in result["cells"][0]["runs"]], ["flash", "cudnn"])
+
+    def test_absent_peers_are_told(self):
+        done, result = self.bench("flash", "--seqlen", "70", "--mask", "none", "--head-dim", "64")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn("flash: left out: No available kernel. Aborting execution.\n", done.stdout)
+        self.assertEqual(list(result["cells"][0]["speedups"]["08"]), ["cudnn"])
+
+    def test_what_the_library_refuses_is_told(self):
+        for status, words, *arguments in (
+                (2, "stage 07 at head_dim 64 is built for 128x128, 64x64; 32x32 was given", "--stage", "07:32x32"),
+                (2, "there is no stage '99'; there are 01, 02a", "--stage", "99"),
+                (2, "head_dim is 12; allowed: multiples of 8 from 8 to 128", "--head-dim", "12")):
+            done, _ = self.bench("none", "--seqlen", "70", "--mask", "none", *arguments)
+            self.assert_refused(done, status, words)
+
+
+class PeersPicture(Tools):
+    CELL = {"setting": "course", "problem": {"seqlen_q": 512, "heads": 32, "head_dim": 64, "causal": False},
+            "runs": [{"name": "08", "tflops": 250.0}, {"name": "flash", "tflops": 240.0}]}
+
+    def draw(self, result):
+        picture = self.folder / "peers.svg"
+        return picture, run(sys.executable, PLOT_PEERS, self.write("peers.json", result), picture)
+
+    @unittest.skipUnless(shutil.which("gnuplot"), "gnuplot is not installed")
+    def test_lines_over_the_length(self):
+        cells = [json.loads(json.dumps(self.CELL)) for _ in range(3)]
+        for cell, length in zip(cells, (512, 1024, 2048)):
+            cell["problem"]["seqlen_q"] = length
+        del cells[1]["runs"][0]  # not timed there
+        picture, done = self.draw({"device": {"name": "NVIDIA H200"}, "ceilings": {"matmul_tflops": 690}, "cells": cells})
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for words in ("Forward on NVIDIA H200", "course: 32 heads, d 64, no mask", "2048</text>", ">flash<", ">bf16 product<"):
+            self.assertTrue(words in picture.read_text(), words)
+
+    def test_bad_input_is_refused(self):
+        self.assert_refused(run(sys.executable, PLOT_PEERS), 2, "two arguments are needed")
+        for result, words in (("{", "Expecting"), ({"cells": []}, "no cell has a time"), ({}, "not a result of bench_peers.py")):
+            picture, done = self.draw(result)
+            self.assert_refused(done, 2, words)
+            self.assertFalse(picture.exists())
 
 
 if __name__ == "__main__":

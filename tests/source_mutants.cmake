@@ -75,3 +75,29 @@ flashsteps_mutant(03_padding_not_masked ${online} "p.seqlen_k - 1) : p.seqlen_k 
 flashsteps_mutant(03_empty_row_not_handled ${online} "m_new == -INFINITY ? 0.f : m_new" "m_new")
 flashsteps_mutant(03_wrong_kv_head_of_v ${online} "p.v.offset(b, p.kv_head(h))" "p.v.offset(b, h % p.kv_heads)")
 flashsteps_mutant(03_p_not_normalised ${online} "pack2<T>(s[0] * l_inverse, s[1] * l_inverse)" "pack2<T>(s[0], s[1])")
+
+set(fa1 04_fa1/kernel.cu)
+flashsteps_mutant(04_o_not_rescaled ${fa1} "O_rmem[x][e] *= l_old;" "")
+flashsteps_mutant(04_m_in_raw_units ${fa1} "m_new * scale.log2 * kLn2 : m_new" "m_new : m_new")
+flashsteps_mutant(04_result_not_stored ${fa1} "if (tile_k == tiles_k - 1) store_quad(" "if (tile_k == tiles_k) store_quad(")
+flashsteps_mutant(04_o_not_initialised ${fa1} "store_quad(O_acc + int64_t{i} * p.head_dim + col, {});" "")
+
+set(swap 05_fa2_loop_swap/kernel.cu)
+flashsteps_mutant(05_one_warp_merged_four_times ${swap} "PV_smem + w * kBr * D + at" "PV_smem + at")
+flashsteps_mutant(05_all_warps_take_the_same_keys ${swap} "K_smem, warp * kSlice" "K_smem, 0")
+flashsteps_mutant(05_maximum_of_one_slice ${swap} "max_smem[w * kBr + own_row]" "max_smem[own_row]")
+
+set(deferred 06_deferred_rescale/kernel.cu)
+flashsteps_mutant(06_l_not_rescaled ${deferred} "l_own * rescale + sum" "l_own + sum")
+flashsteps_mutant(06_never_divided ${deferred} "O_rmem[x][e] *= l_inverse;" "")
+flashsteps_mutant(06_l_without_m ${deferred} "m_own * scale.log2 * kLn2 + natural_log(l_own)" "natural_log(l_own)")
+
+set(split 07_warp_split_q/kernel.cu)
+flashsteps_mutant(07_l_of_one_lane ${split} "quad_sum(l_rmem[r][half])" "l_rmem[r][half]")
+flashsteps_mutant(07_o_not_rescaled ${split} "O_rmem[r][c][2 * half] *= rescale;" "")
+flashsteps_mutant(07_mask_off_by_one ${split} "k * 8 + e % 2 > last" "k * 8 + e % 2 >= last")
+
+set(skip 08_causal_skip/kernel.cu)
+flashsteps_mutant(08_one_tile_too_few ${skip} "p.seqlen_q) - 1) + 1, kBc)" "p.seqlen_q) - 1), kBc)")
+flashsteps_mutant(08_diagonal_not_masked ${skip} "(p.last_key(i0) + 1) / kBc" "(p.last_key(i0) + kBc) / kBc")
+flashsteps_mutant(08_large_scores_not_shifted ${skip} "fabsf(shift) > kLargeExponent" "false")

@@ -59,7 +59,8 @@ void lse(const Problem& p, const ForwardArgs& args, Stream) {
 }
 
 Stage stage(const char* id, Target target, int capability = 80, bool exact = false) {
-  return {id, "fake", "", target, "", capability, exact, tiles, workspaces, forward, lse, nullptr};
+  return {id,    "fake",  "",         target,  "",  capability, exact,
+          tiles, nullptr, workspaces, forward, lse, nullptr};
 }
 
 // Registered in no order, as the linker would.
@@ -220,6 +221,68 @@ TEST(RunForward, SaysWhyADeviceCannot) {
   device.memory_bytes -= 1;
   EXPECT_NE(reason(fakes[3]).find("of device memory"), std::string::npos);
   EXPECT_THROW(run_forward(device, fakes[3], p, inputs), DeviceError);
+}
+
+std::string refusal_of(const Stage& stage, const Problem& p, const Variant& variant) {
+  try {
+    tiles_of(stage, p, variant);
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "accepted";
+}
+
+TEST(Variants, TilesAreTheStagesOwnOrACandidate) {
+  const Problem p = small();
+  Stage one = fakes[3];  // built for 64 x 32 alone
+  EXPECT_EQ(tiles_of(one, p), (Tiles{64, 32}));
+  EXPECT_EQ(tiles_of(one, p, {.tiles = {64, 32}}), (Tiles{64, 32}));
+  EXPECT_EQ(refusal_of(one, p, {.tiles = {32, 64}}),
+            "stage 91 at head_dim 8 is built for 64x32; 32x64 was given");
+
+  Stage several = fakes[3];
+  several.candidates = [](const Problem&) -> TileList { return {2, {{16, 16}, {64, 32}}}; };
+  EXPECT_EQ(tile_candidates(several, p), (std::vector<Tiles>{{64, 32}, {16, 16}}));
+  EXPECT_EQ(tiles_of(several, p), (Tiles{64, 32}));
+  EXPECT_EQ(tiles_of(several, p, {.tiles = {16, 16}}), (Tiles{16, 16}));
+  EXPECT_EQ(refusal_of(several, p, {.tiles = {16, 32}}),
+            "stage 91 at head_dim 8 is built for 64x32, 16x16; 16x32 was given");
+
+  Stage none = fakes[3];
+  none.tiles = [](const Problem&) { return Tiles{}; };
+  EXPECT_TRUE(tile_candidates(none, p).empty());
+  EXPECT_EQ(tiles_of(none, p), Tiles{});
+  EXPECT_EQ(refusal_of(none, p, {.tiles = {64, 32}}),
+            "stage 91 has no tiles to choose; 64x32 was given");
+}
+
+TEST(Variants, OnlyStage05HasAnotherGrid) {
+  EXPECT_NE(refusal_of(fakes[3], small(), {.tiles = {}, .one_block_per_head = true})
+                .find("stage 91 has one grid"),
+            std::string::npos);
+  Stage fifth = fakes[3];
+  fifth.id = "05";
+  EXPECT_EQ(refusal_of(fifth, small(), {.tiles = {}, .one_block_per_head = true}), "accepted");
+}
+
+TEST(Variants, ReachTheStage) {
+  static ForwardArgs seen_args;
+  FakeDevice device;
+  Stage fifth = fakes[3];
+  fifth.id = "05";
+  fifth.candidates = [](const Problem&) -> TileList { return {1, {{16, 16}}}; };
+  fifth.lse = nullptr;
+  fifth.forward = [](const Problem&, const ForwardArgs& args, Stream) { seen_args = args; };
+  const Problem p = small();
+  const Inputs inputs = make_inputs(p, InputKind::normal, 1);
+  run_forward(device, fifth, p, inputs);
+  EXPECT_EQ(seen_args.tiles, (Tiles{64, 32}));
+  EXPECT_FALSE(seen_args.one_block_per_head);
+  run_forward(device, fifth, p, inputs, {.tiles = {16, 16}, .one_block_per_head = true});
+  EXPECT_EQ(seen_args.tiles, (Tiles{16, 16}));
+  EXPECT_TRUE(seen_args.one_block_per_head);
+  EXPECT_THROW(run_forward(device, fifth, p, inputs, {.tiles = {8, 8}}), std::invalid_argument);
+  EXPECT_TRUE(device.live.empty());
 }
 
 TEST(RunForward, CountsBytesIn64Bits) {

@@ -3,11 +3,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdio>
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "common/attention/layout.h"
@@ -135,23 +137,20 @@ Problem problem_of(const flashsteps_forward_args& args) {
 
 const Stage& stage_of(const flashsteps_forward_args& args, Target target) {
   if (!args.stage) refuse("stage is NULL; allowed: {}", fmt::join(stage_ids(), ", "));
+  if (const Stage* stage = find_stage(args.stage, target)) return *stage;
   const std::vector<std::string> ids = select_stages(args.stage);
   if (ids.size() != 1) refuse("stage is '{}'; one stage is allowed, as in '08'", args.stage);
   if (const Stage* stage = find_stage(ids.front(), target)) return *stage;
-  throw DeviceError(fmt::format("this library was built without {}", target == Target::model
-                                                                         ? "the CPU model"
-                                                                         : "CUDA"));
+  throw DeviceError(fmt::format("this library was built without {}",
+                                target == Target::model ? "the CPU model" : "CUDA"));
 }
 
-/// The variant of the stage that the caller asks for, checked.
-ForwardArgs variant_of(const flashsteps_forward_args& args, const Stage& stage, const Problem& p) {
-  ForwardArgs variant;
-  (void)p;
-  variant.tiles = {args.tile_rows, args.tile_keys};
+/// The variant of the stage that the caller asks for, checked. Without one no card is asked.
+Variant variant_of(const flashsteps_forward_args& args, const Stage& stage, const Problem& p) {
   require_flag("one_block_per_head", args.one_block_per_head);
-  variant.one_block_per_head = args.one_block_per_head == 1;
-  if (variant.one_block_per_head && std::string_view(stage.id) != "05") {
-    refuse("one_block_per_head is 1; stage {} has one grid, only stage 05 has two", stage.id);
+  const Variant variant{{args.tile_rows, args.tile_keys}, args.one_block_per_head == 1};
+  if (variant.tiles != Tiles{} || (variant.one_block_per_head && !has_grid_choice(stage))) {
+    (void)tiles_of(stage, p, variant);
   }
   return variant;
 }
@@ -161,7 +160,7 @@ struct Request {
   Target target;
   const Stage& stage;
   Problem problem;
-  ForwardArgs variant;
+  Variant variant;
 
   explicit Request(const flashsteps_forward_args* given)
       : args(known_part(given)),
@@ -171,11 +170,11 @@ struct Request {
         variant(variant_of(args, stage, problem)) {}
 };
 
-/// A tensor of the caller's: where it is, and its shape.
+/// Memory of the caller's.
 struct Tensor {
   const char* name;
   const void* data;
-  bool has_elements;
+  bool needed;
   int alignment;
 };
 
@@ -185,17 +184,12 @@ std::vector<Tensor> tensors_of(const Request& r) {
           {"k", args.k, p.seqlen_k > 0, 16},
           {"v", args.v, p.seqlen_k > 0, 16},
           {"o", args.o, p.seqlen_q > 0, 16},
-          {"l", args.l, p.seqlen_q > 0 && !(r.stage.lse && !args.l), 4}};
+          {"l", args.l, p.seqlen_q > 0 && (args.l || !r.stage.lse), 4}};
 }
 
 void require_pointers(const Request& r) {
   for (const Tensor& t : tensors_of(r)) {
-    if (t.has_elements && !t.data) {
-      refuse("{} is NULL{}", t.name,
-             t.data == r.args.l && std::string_view(t.name) == "l"
-                 ? fmt::format("; stage {} writes L together with O", r.stage.id)
-                 : "");
-    }
+    if (t.needed && !t.data) refuse("{} is NULL; stage {} needs it", t.name, r.stage.id);
     if (reinterpret_cast<uintptr_t>(t.data) % uintptr_t(t.alignment) != 0) {
       refuse("{} is at {}; allowed: addresses that are multiples of {}", t.name, fmt::ptr(t.data),
              t.alignment);
@@ -251,8 +245,8 @@ void require(cudaError_t status, const char* what) {
 int card_of(const char* name, const void* pointer) {
   cudaPointerAttributes attributes{};
   const cudaError_t status = cudaPointerGetAttributes(&attributes, pointer);
-  if (status == cudaSuccess && (attributes.type == cudaMemoryTypeDevice ||
-                                attributes.type == cudaMemoryTypeManaged)) {
+  if (status == cudaSuccess &&
+      (attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged)) {
     return attributes.device;
   }
   (void)cudaGetLastError();
@@ -266,12 +260,13 @@ void forward_on_card(const Request& r) {
   const CurrentCard kept;
   if (*why_no_cuda() != '\0') throw DeviceError(why_no_cuda());
 
-  ForwardArgs args = r.variant;
-  args.Q = r.args.q;
-  args.K = r.args.k;
-  args.V = r.args.v;
-  args.O = r.args.o;
-  args.L = r.args.l;
+  ForwardArgs args{.Q = r.args.q,
+                   .K = r.args.k,
+                   .V = r.args.v,
+                   .O = r.args.o,
+                   .L = r.args.l,
+                   .tiles = r.variant.tiles,
+                   .one_block_per_head = r.variant.one_block_per_head};
   std::vector<Tensor> tensors = tensors_of(r);
   const int64_t needed = workspace_bytes(r);
   if (needed > 0) {
@@ -294,7 +289,7 @@ void forward_on_card(const Request& r) {
 
   int card = -1;
   for (const Tensor& t : tensors) {
-    if (!t.has_elements) continue;
+    if (!t.needed) continue;
     const int found = card_of(t.name, t.data);
     if (card >= 0 && found != card) {
       refuse("{} is in the memory of card {}, the tensors before it in that of card {}", t.name,
@@ -353,14 +348,11 @@ void forward_on_model(const Request& r) {
   if (const auto reason = why_not(r.stage, p, device->info())) {
     throw DeviceError(fmt::format("stage {} {}", r.stage.id, *reason));
   }
-  ForwardBuffers buffers(*device, r.stage, p);
+  ForwardBuffers buffers(*device, r.stage, p, r.variant);
   buffers.upload({read_tensor(layout_q(p), r.args.q), read_tensor(layout_k(p), r.args.k),
                   read_tensor(layout_v(p), r.args.v)});
-  ForwardArgs args = buffers.args();
-  args.tiles = r.variant.tiles;
-  args.one_block_per_head = r.variant.one_block_per_head;
-  r.stage.forward(p, args, nullptr);
-  if (r.stage.lse && r.args.l) r.stage.lse(p, args, nullptr);
+  r.stage.forward(p, buffers.args(), nullptr);
+  if (r.stage.lse && r.args.l) r.stage.lse(p, buffers.args(), nullptr);
   const Outputs outputs = buffers.download();
   copy_rows(layout_o(p), static_cast<uint16_t*>(r.args.o), outputs.o.data());
   if (r.args.l) std::copy(outputs.l.begin(), outputs.l.end(), r.args.l);
@@ -409,8 +401,7 @@ flashsteps_status flashsteps_forward_tiles(const flashsteps_forward_args* given,
     const CurrentCard kept;
     if (request.target == Target::cuda && *why_no_cuda() != '\0') throw DeviceError(why_no_cuda());
 #endif
-    const Tiles asked = request.variant.tiles;
-    const Tiles used = asked.Br > 0 ? asked : request.stage.tiles(request.problem);
+    const Tiles used = tiles_of(request.stage, request.problem, request.variant);
     *rows = used.Br;
     *keys = used.Bc;
   });

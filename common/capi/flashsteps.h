@@ -6,11 +6,12 @@
 /// can fail returns a flashsteps_status; flashsteps_last_error() then says why, in one line.
 ///
 /// \code{.c}
-/// flashsteps_forward_args args = {.size = sizeof args, .stage = "08", .target = FLASHSTEPS_CUDA,
-///     .dtype = FLASHSTEPS_BF16, .batch = 2, .heads = 16, .kv_heads = 16, .seqlen_q = 4096,
-///     .seqlen_k = 4096, .head_dim = 128, .scale = 0.0883883476f, .causal = 1,
+/// flashsteps_forward_args args = {
+///     .size = sizeof args, .stage = "08", .target = FLASHSTEPS_CUDA, .dtype = FLASHSTEPS_BF16,
+///     .batch = 2, .heads = 16, .kv_heads = 16, .seqlen_q = 4096, .seqlen_k = 4096,
+///     .head_dim = 128, .scale = 0.0883883476f, .causal = 1,
 ///     .q = q, .k = k, .v = v, .o = o, .l = l, .stream = stream};
-/// if (flashsteps_forward(&args) != FLASHSTEPS_OK) fprintf(stderr, "%s\n", flashsteps_last_error());
+/// if (flashsteps_forward(&args) != FLASHSTEPS_OK) puts(flashsteps_last_error());
 /// \endcode
 #ifndef FLASHSTEPS_H
 #define FLASHSTEPS_H
@@ -79,8 +80,8 @@ typedef struct flashsteps_forward_args {
   const void* k;  ///< see q
   const void* v;  ///< see q
   void* o;        ///< see q; no two rows may overlap
-  /// L: fp32, (batch, heads, seqlen_q), packed, natural logarithm. Stages 01 to 05 compute it with a
-  /// kernel of its own, and leave that out where L is NULL; the others need it.
+  /// L: fp32, (batch, heads, seqlen_q), packed, natural logarithm. Stages 01 to 05 compute it with
+  /// a kernel of its own, and leave that out where L is NULL; the others need it.
   float* l;
 
   /// Multiples of 8. Along a dimension with more than one entry they are at least head_dim.
@@ -90,9 +91,9 @@ typedef struct flashsteps_forward_args {
   flashsteps_strides o_strides;  ///< see q_strides
 
   void* stream;  ///< a cudaStream_t of the card that holds the tensors; NULL: the default stream
-  /// On a card: at least as many bytes of its memory as flashsteps_forward_workspace() says, aligned
-  /// to 256, and in use until the stream has done its work. NULL where none are needed, and on the
-  /// CPU model, which brings its own.
+  /// On a card: at least as many bytes of its memory as flashsteps_forward_workspace() says,
+  /// aligned to 256, and in use until the stream has done its work. NULL where none are needed, and
+  /// on the CPU model, which brings its own.
   void* workspace;
   uint64_t workspace_bytes;  ///< that `workspace` has
 
@@ -105,19 +106,19 @@ typedef struct flashsteps_forward_args {
 
 /// Computes O and L.
 ///
-/// On a card it queues kernels on the stream and returns; it neither allocates nor waits, so a kernel
-/// that breaks while it runs shows in a later CUDA call. The tensors decide which card it is; the
-/// caller's current device stays as it is. On the CPU model it returns when all is done: the tensors
-/// are in host memory there, and stream and workspace are not used.
+/// On a card it queues kernels on the stream and returns; it neither allocates nor waits, so a
+/// kernel that breaks while it runs shows in a later CUDA call. The tensors decide which card it
+/// is; the caller's current device stays as it is. On the CPU model it returns when all is done:
+/// the tensors are in host memory there, and stream and workspace are not used.
 ///
 /// \returns FLASHSTEPS_BAD_INPUT for whatever the members above do not allow, a stage that there is
 /// not, a workspace that is too small, or a pointer that CUDA does not know as device memory;
-/// FLASHSTEPS_UNAVAILABLE where the library has no such target, there is no card that it can use, or
-/// the card lacks what the stage needs; FLASHSTEPS_FAILED where a kernel broke
+/// FLASHSTEPS_UNAVAILABLE where the library has no such target, there is no card that it can use,
+/// or the card lacks what the stage needs; FLASHSTEPS_FAILED where a kernel broke
 FLASHSTEPS_API flashsteps_status flashsteps_forward(const flashsteps_forward_args* args);
 
-/// How many bytes of workspace the stage needs for this problem: those of S, P, O_acc, m, l, …, each
-/// rounded up to 256. Pointers, stream and workspace are not looked at, and no card is needed.
+/// How many bytes of workspace the stage needs for this problem: those of S, P, O_acc, m, l, …,
+/// each rounded up to 256. Pointers, stream and workspace are not looked at, and no card is needed.
 ///
 /// \param args the problem
 /// \param[out] bytes 0 for a stage that keeps everything on the chip

@@ -69,9 +69,11 @@ int list(const Options& options) {
       const std::vector<Tiles> candidates = tile_candidates(*stage, p);
       if (!candidates.empty()) {
         json["tiles"] = tiles_json(candidates.front());
-        tiles = name_of(candidates.front());
-        for (const Tiles candidate : candidates)
+        tiles.clear();
+        for (const Tiles candidate : candidates) {
           json["candidates"].push_back(tiles_json(candidate));
+          tiles += (tiles.empty() ? "" : ", ") + name_of(candidate);
+        }
       }
     } catch (const DeviceError&) {
       tiles = "by card";  // and there is none
@@ -123,11 +125,11 @@ int check(const Options& options) {
     const Verdict verdict = judge(p, yardstick, run);
     all_ok &= verdict.ok();
     table.add(check_row(run.stage->id, run.stage->name,
-                        tiles_cell(tiles_of(*run.stage, p, run.variant)), verdict.oracle));
+                        tiles_cell(tiles_of(*run.stage, p, options.variant)), verdict.oracle));
     if (verdict.files) table.add(check_row("", "  against the files", "", verdict.files));
     if (!verdict.ok()) table.add_note(verdict.describe());
     if (run.run) write_outputs(options, p, run.run->outputs);
-    report["stages"].push_back(stage_json(*run.stage, p, run.variant));
+    report["stages"].push_back(stage_json(*run.stage, p, options.variant));
     add_verdict(verdict, report["stages"].back());
   }
   add_left_out(selection, report);
@@ -159,10 +161,10 @@ int count(const Options& options) {
   bool all_ok = true;
   std::string faults;
   for (const StageRun& run : runs) {
-    Json json = stage_json(*run.stage, p, run.variant);
+    Json json = stage_json(*run.stage, p, options.variant);
     if (run.run && run.run->ledger) {
       ids.push_back(run.stage->id);
-      tiles.push_back(tiles_of(*run.stage, p, run.variant));
+      tiles.push_back(tiles_of(*run.stage, p, options.variant));
       ledgers.push_back(*run.run->ledger);
       json["counts"] = *run.run->ledger;
       if (options.card) {
@@ -196,8 +198,8 @@ int count(const Options& options) {
     print("\nand for L, by the common kernel:\n{}", ledger_table(lse_ids, {}, lse_ledgers, true));
   }
   if (options.card && !ids.empty()) {
-    print("\na bound from datasheet figures, not a time: what a {} needs at least\n{}",
-          options.card->full_name, bound_table(ids, bounds));
+    print("\n{}: a bound from datasheet figures, not a time\n{}", options.card->full_name,
+          bound_table(ids, bounds));
     for (const std::string& line : without_bound) print("no bound: {}\n", line);
   }
   print("{}", faults);

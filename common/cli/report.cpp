@@ -195,10 +195,11 @@ Json bound_json(const Card& card, const TimeBound& bound) {
   return {{"card", card.name},
           {"us", bound.bound_us()},
           {"by", bound.bound_by()},
+          {"multiprocessors", bound.multiprocessors},
           {"memory_us", bound.memory_us},
-          {"tensor_cores_us", bound.tensor_us},
+          {"mma_us", bound.mma_us},
           {"fma_us", bound.fma_us},
-          {"exponentials_us", bound.special_us},
+          {"exp_us", bound.exp_us},
           {"requested_bytes_us", bound.requested_us}};
 }
 
@@ -217,7 +218,7 @@ Json card_json(const Card& card) {
 
 std::string bound_table(const std::vector<std::string>& ids,
                         const std::vector<std::optional<TimeBound>>& bounds) {
-  std::vector<Table::Column> columns = {{"microseconds", Table::Align::left}};
+  std::vector<Table::Column> columns = {{"", Table::Align::left}};
   for (const std::string& id : ids) columns.push_back({id});
   Table table(columns);
   const auto add = [&](const char* title, const auto& cell) {
@@ -226,15 +227,18 @@ std::string bound_table(const std::vector<std::string>& ids,
     table.add(row);
   };
   const auto add_us = [&](const char* title, double TimeBound::*part) {
-    add(title, [&](const TimeBound& b) { return fmt::format("{:.3g}", b.*part); });
+    add(title,
+        [&](const TimeBound& b) { return b.*part > 0 ? fmt::format("{:.3g}", b.*part) : "-"; });
   };
-  add_us("memory, every byte once", &TimeBound::memory_us);
-  add_us("tensor cores", &TimeBound::tensor_us);
-  add_us("FMA", &TimeBound::fma_us);
-  add_us("exponentials, divisions", &TimeBound::special_us);
-  add("at least", [](const TimeBound& b) { return fmt::format("{:.3g}", b.bound_us()); });
-  add("  because of", [](const TimeBound& b) { return std::string(b.bound_by()); });
-  add_us("memory, all bytes asked for", &TimeBound::requested_us);
+  add("SMs that have a block",
+      [](const TimeBound& b) { return std::to_string(b.multiprocessors); });
+  add_us("us of memory, each byte once", &TimeBound::memory_us);
+  add_us("us of MMA", &TimeBound::mma_us);
+  add_us("us of FMA", &TimeBound::fma_us);
+  add_us("us of exponentials, divisions", &TimeBound::exp_us);
+  add("the bound, us", [](const TimeBound& b) { return fmt::format("{:.3g}", b.bound_us()); });
+  add("  set by", [](const TimeBound& b) { return std::string(b.bound_by()); });
+  add_us("us of memory, without caches", &TimeBound::requested_us);
   return table.str();
 }
 

@@ -59,9 +59,9 @@ std::vector<StageRun> run_stages(const Options& options, OpenedDevice& device, c
   for (const Stage* stage : selection.stages) {
     progress.say(fmt::format("running {} {} ({} of {})", stage->id, stage->name, runs.size() + 1,
                              selection.stages.size()));
-    StageRun run{.stage = stage, .variant = options.variant, .run = {}, .fault = {}};
+    StageRun run{.stage = stage, .run = {}, .fault = {}};
     try {
-      run.run = run_forward(*device.device, *stage, task.problem, task.inputs, run.variant);
+      run.run = run_forward(*device.device, *stage, task.problem, task.inputs, options.variant);
     } catch (const DeviceFault& fault) {
       // The card does nothing more for this process.
       run.fault = fault.what();

@@ -47,7 +47,6 @@ void add_left_out(const Selection& selection, Json& report);
 /// line.
 struct StageRun {
   const Stage* stage = nullptr;
-  Variant variant;
   std::optional<ForwardRun> run;
   std::string fault;
 };

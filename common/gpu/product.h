@@ -22,7 +22,7 @@ __device__ __forceinline__ void multiply_by_transposed(float (&C_rmem)[kM][kN][4
   // The swizzle is an XOR with the row, so that a step along the columns is an XOR, too.
   const int A_lane = swizzle<kCols>(A_row + lane % 16, lane / 16 * 8);
   const int B_lane = swizzle<kCols>(B_row + lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8);
-#pragma unroll
+#pragma unroll 2
   for (int c = 0; c < kCols; c += 16) {
     uint32_t a[kM][4];
 #pragma unroll

@@ -14,6 +14,7 @@ struct ScoreScale {
   float sign;  ///< 1, -1 or 0
 };
 
+/// The factor for S = scale * Q K^T.
 inline ScoreScale score_scale(float scale) {
   constexpr float kLog2e = 1.4426950408889634f;
   if (scale == 0.f) return {1.f, 0.f};

@@ -43,8 +43,7 @@ constexpr int fp32_swizzle(int row, int col) {
   return row * kCols + (col ^ ((row & 1) * 16 + (row & 2) * 4));
 }
 
-/// Four neighbouring elements in one access; the address is a multiple of 16 bytes, or of 8 where
-/// they are rounded to 16 bits.
+/// Four neighbouring fp32 elements in one access of 16 bytes; the address is a multiple of 16.
 __device__ __forceinline__ void load_quad(float (&x)[4], const float* from) {
   const float4 quad = *reinterpret_cast<const float4*>(from);
   x[0] = quad.x;
@@ -52,18 +51,20 @@ __device__ __forceinline__ void load_quad(float (&x)[4], const float* from) {
   x[2] = quad.z;
   x[3] = quad.w;
 }
+/// Likewise.
 __device__ __forceinline__ void store_quad(float* to, const float (&x)[4]) {
   *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
 }
+/// Rounded to T, in one access of 8 bytes; the address is a multiple of 8.
 template <typename T>
 __device__ __forceinline__ void store_quad(T* to, const float (&x)[4]) {
   *reinterpret_cast<uint2*>(to) = make_uint2(pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]));
 }
-
-/// Two neighbouring elements in one access, likewise.
+/// Two neighbouring fp32 elements in one access of 8 bytes; the address is a multiple of 8.
 __device__ __forceinline__ void store_pair(float* to, float x0, float x1) {
   *reinterpret_cast<float2*>(to) = make_float2(x0, x1);
 }
+/// Rounded to T, in one access of 4 bytes; the address is a multiple of 4.
 template <typename T>
 __device__ __forceinline__ void store_pair(T* to, float x0, float x1) {
   *reinterpret_cast<uint32_t*>(to) = pack2<T>(x0, x1);

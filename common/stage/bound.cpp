@@ -13,10 +13,7 @@ namespace {
 using Part = std::pair<const char*, double>;
 
 std::array<Part, 4> parts(const TimeBound& b) {
-  return {{{"memory", b.memory_us},
-           {"tensor cores", b.tensor_us},
-           {"FMA", b.fma_us},
-           {"exponentials", b.special_us}}};
+  return {{{"memory", b.memory_us}, {"MMA", b.mma_us}, {"FMA", b.fma_us}, {"exp", b.exp_us}}};
 }
 
 Part slowest(const TimeBound& b) {
@@ -38,7 +35,7 @@ double TimeBound::bound_us() const {
 }
 
 const char* TimeBound::bound_by() const {
-  return slowest(*this).first;
+  return bound_us() > 0 ? slowest(*this).first : "nothing";
 }
 
 TimeBound time_bound(const Card& card, const Problem& p, const Ledger& ledger) {
@@ -52,19 +49,19 @@ TimeBound time_bound(const Card& card, const Problem& p, const Ledger& ledger) {
   const int64_t requested = Ledger::total(ledger.global_read) +
                             Ledger::total(ledger.global_written) + 2 * ledger.atomic_bytes;
   // A block runs on one SM: with fewer blocks than SMs, the rest of the card has nothing to do.
-  const double busy =
-      double(std::min<int64_t>(ledger.grid_blocks, card.multiprocessors)) / card.multiprocessors;
   const auto us = [](double amount, double per_s) {
     return amount == 0 ? 0 : amount / per_s * 1e6;
   };
 
   TimeBound bound;
+  bound.multiprocessors = int(std::min<int64_t>(ledger.grid_blocks, card.multiprocessors));
+  const double busy = double(bound.multiprocessors) / card.multiprocessors;
   bound.memory_us = us(double(least), card.memory_gb_per_s * 1e9);
   bound.requested_us = us(double(requested), card.memory_gb_per_s * 1e9);
-  bound.tensor_us = us(double(ledger.mma_flops), busy * card.tensor_tflops * 1e12);
-  if (ledger.mma_flops == 0)
+  bound.mma_us = us(double(ledger.mma_flops), busy * card.tensor_tflops * 1e12);
+  if (ledger.mma_flops == 0 && ledger.grid_blocks > 0)
     bound.fma_us = us(double(forward_flops(p)), busy * card.fp32_tflops * 1e12);
-  bound.special_us = us(double(ledger.exp + ledger.div), busy * card.special_per_s());
+  bound.exp_us = us(double(ledger.exp + ledger.div), busy * card.special_per_s());
   return bound;
 }
 

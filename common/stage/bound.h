@@ -15,17 +15,18 @@ namespace flashsteps {
 /// What each part of a card would need on its own, in microseconds, if it did nothing else and
 /// never waited. The parts work side by side, so the slowest of them bounds the whole.
 struct TimeBound {
-  double memory_us = 0;   ///< Q, K and V read once, O and L written once, at the memory's bandwidth
-  double tensor_us = 0;   ///< the MMA FLOPs that were executed, on the SMs that have a block
-  double fma_us = 0;      ///< where no MMA was executed: the products' FLOPs by FMA, on these SMs
-  double special_us = 0;  ///< exponentials and divisions, on these SMs
+  int multiprocessors = 0;  ///< SMs that have work: no more than blocks were launched
+  double memory_us = 0;  ///< Q, K and V read once, O and L written once, at the memory's bandwidth
+  double mma_us = 0;     ///< the MMA FLOPs that were executed, on the SMs that have a block
+  double fma_us = 0;     ///< where no MMA was executed: the products' FLOPs by FMA, on these SMs
+  double exp_us = 0;     ///< exponentials and divisions, on these SMs
 
   /// All bytes that threads asked for at the memory's bandwidth: what the papers' counting of HBM
   /// accesses says. No bound, since caches serve repeated reads; so it is not part of bound_us().
   double requested_us = 0;
 
   double bound_us() const;
-  /// Which part bounds: "memory", "tensor cores", "FMA", "exponentials".
+  /// Which part bounds: "memory", "MMA", "FMA", "exp"; "nothing" where it is 0.
   const char* bound_by() const;
 };
 

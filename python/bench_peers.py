@@ -1,0 +1,794 @@
+#!/usr/bin/env python3
+"""Times stages beside PyTorch's attention, on one card in one run.
+
+    python3 python/bench_peers.py --json peers.json --svg peers.svg          08 beside FlashAttention-2 and cuDNN, 24 cells
+    python3 python/bench_peers.py --ladder --json steps.json                 03 to 08, each beside the one before
+    python3 python/bench_peers.py --math                                     02d and 08 beside PyTorch's math attention
+
+A stage is called through libflashsteps.so, on torch's tensors and stream. `--stage` takes ids between commas, each with a
+variant if wanted: `07:64x64` is 07 with these tiles, `05:bh` is 05 with the grid of 04. Peers are backends of
+scaled_dot_product_attention: `flash` (FlashAttention-2), `cudnn`, `math` as it comes (it computes 16-bit inputs in fp32),
+`math16` (all of it in 16 bits).
+
+The method is that of docs/method.md: device events around launches back to back behind a spinning kernel, warm, on random
+normal inputs that rotate through more than the L2 cache; rounds that time everybody in turn; a ratio is the median over the
+rounds of the ratio of milliseconds. Before it is timed, every output is compared with attention that torch computes in
+fp32: for each (batch, head) and block of 64 rows the largest error is at most twice that of the same arithmetic with P and O
+rounded to 16 bits, plus two units in the last place; of long sequences whole random heads are compared. FLOPs are
+4 · batch · heads · d · pairs, with N (N + 1) / 2 pairs under the causal mask.
+
+Exit status: 0 all right, 1 a stage gave wrong values, 2 bad input, 3 no torch, no card or nothing that can run on it.
+"""
+import argparse
+import contextlib
+import json
+import math
+import os
+import pathlib
+import random
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from typing import NamedTuple
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+import flashsteps_abi as abi  # noqa: E402
+import plot_peers  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PEERS = ("flash", "cudnn", "math", "math16")
+HEAD_DIMS = (64, 128)
+MASKS = ("none", "causal")
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+
+MOST_LAUNCHES = 256  # of one measurement: what a stream queues without making the host wait
+WARMUP_MS = 30
+REPS = 3  # measurements of a round, fewer where they take long
+ROUND_MS = 60  # that they may take
+LONGEST_SPIN_US = 20_000
+CHECKED_PAIRS = 2**30  # (query, key) pairs of the heads that are compared
+CHUNK_PAIRS = 2**28  # at once: 1 GiB of scores in fp32
+
+
+def refuse(message, status=2):
+    print(f"bench_peers.py: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+# --- what is timed ---------------------------------------------------------------------------------------------
+
+
+class Cell(NamedTuple):
+    """One problem."""
+    setting: str
+    batch: int
+    heads: int
+    seqlen: int
+    head_dim: int
+    causal: bool
+
+    def pairs(self):
+        """Visible (query, key) pairs of one head."""
+        return self.seqlen * (self.seqlen + 1) // 2 if self.causal else self.seqlen**2
+
+    def flops(self):
+        return 4 * self.batch * self.heads * self.head_dim * self.pairs()
+
+
+class Run(NamedTuple):
+    """A stage in one of its variants, or a peer (then tiles and bh say nothing)."""
+    name: str
+    stage: str = ""
+    tiles: tuple = (0, 0)
+    bh: bool = False
+
+
+# What a setting fixes: lengths, head dimensions, masks; batch and heads by length and head dimension.
+SETTINGS = {
+    # The papers': batch · N = 16384, heads · d = 2048.
+    "course": (LENGTHS, HEAD_DIMS, MASKS, lambda n, h: max(1, 16384 // n), lambda d: max(1, 2048 // d)),
+    # One block for each (batch, head) fills the card: four blocks for each of 132 SMs.
+    "full": ((1024, 4096), HEAD_DIMS, MASKS, lambda n, h: -(-528 // h), lambda d: max(1, 2048 // d)),
+    # One block for each (batch, head) leaves nearly all of the card idle.
+    "few": ((16384,), HEAD_DIMS, MASKS, lambda n, h: 1, lambda d: 8),
+    "math": ((2048,), (128,), ("none",), lambda n, h: 4, lambda d: 16),
+}
+
+
+def cells_of(setting, seqlens=None, head_dims=None, masks=None, batch=None, heads=None):
+    """The cells of a setting, in order of head dimension, mask and length; what is given takes the setting's place."""
+    default_seqlens, default_dims, default_masks, batch_of, heads_of = SETTINGS[setting]
+    cells = []
+    for d in head_dims or default_dims:
+        for mask in masks or default_masks:
+            for n in seqlens or default_seqlens:
+                h = heads or heads_of(d)
+                cells.append(Cell(setting, batch or batch_of(n, h), h, n, d, mask == "causal"))
+    return cells
+
+
+def parse_runs(text, tiles=None, bh=False):
+    """The runs that --stage, --tiles and --grid bh mean. Raises ValueError."""
+    runs = []
+
+    def add(run):
+        if run not in runs:
+            runs.append(run)
+
+    for word in text.split(","):
+        match = re.fullmatch(r"(\d\d[a-z]?)(?::(bh|(\d+)x(\d+)))?", word)
+        if not match:
+            raise ValueError(f"{word!r} is no stage; allowed: ids as in 08 or 02d, with :BRxBC or :bh behind them")
+        stage, variant, rows, keys = match.groups()
+        if variant == "bh":
+            add(Run(word, stage, bh=True))
+        elif variant:
+            add(Run(word, stage, (int(rows), int(keys))))
+        elif tiles and stage >= "07":
+            add(Run(f"{stage}:{tiles[0]}x{tiles[1]}", stage, tiles))
+        else:
+            if stage == "05" and bh:
+                add(Run("05:bh", "05", bh=True))
+            add(Run(stage, stage))
+    return runs
+
+
+def ladder_runs(runs, cell):
+    """The runs of a cell of the ladder: with 05 in the grid of 04 between the two, and 07 in the tiles of 06."""
+    stages = [run.stage for run in runs]
+    ladder = []
+    for run in runs:
+        if run.name == "05" and "04" in stages and cell.setting != "course":
+            ladder.append(Run("05:bh", "05", bh=True))
+        if run.name == "07" and "06" in stages and cell.head_dim <= 64:
+            ladder.append(Run("07:64x64", "07", (64, 64)))
+        ladder.append(run)
+    return list(dict.fromkeys(ladder))
+
+
+def grid_blocks(run, cell, tiles):
+    """Blocks of the kernel that writes O; None for a stage without tiles."""
+    if tiles[0] == 0:
+        return None
+    one_block = run.bh or run.stage == "04"
+    return cell.batch * cell.heads * (1 if one_block else -(-cell.seqlen // tiles[0]))
+
+
+def writes_lse_apart(stage):
+    """Whether the small common kernel computes L, which is not part of the stage's time (docs/method.md)."""
+    return stage < "06"
+
+
+# --- statistics ------------------------------------------------------------------------------------------------
+
+
+def median_ratio(numerator, denominator):
+    """The median over the rounds of numerator[r] / denominator[r]."""
+    if len(numerator) != len(denominator) or not numerator:
+        raise ValueError(f"ratio of {len(numerator)} rounds to {len(denominator)}: give as many of each, 1 or more")
+    return statistics.median(a / b for a, b in zip(numerator, denominator))
+
+
+def plan_launches(one_ms, measurement_ms):
+    """Launches of a measurement, and measurements of a round, from an estimate of one launch."""
+    one_ms = max(one_ms, 5e-4)  # below the resolution of events an estimate says nothing
+    launches = max(1, min(MOST_LAUNCHES, math.ceil(measurement_ms / one_ms)))
+    return launches, max(1, min(REPS, int(ROUND_MS / (launches * one_ms))))
+
+
+def rotating_sets(input_bytes, set_bytes, cache_bytes, memory_bytes):
+    """Sets of tensors to rotate over: their inputs exceed the cache; at least 2, at most 64; fewer where memory is short."""
+    return max(1, min(max(2, cache_bytes // max(1, input_bytes) + 1), 64, memory_bytes // max(1, set_bytes)))
+
+
+def sampled_heads(cell, seed):
+    """Indices b * heads + h of the heads that are compared: all of them, or the first, the last and random ones."""
+    total = cell.batch * cell.heads
+    count = max(4, CHECKED_PAIRS // cell.seqlen**2)
+    if count >= total:
+        return list(range(total))
+    return sorted({0, total - 1} | set(random.Random(seed).sample(range(total), count - 2)))
+
+
+def geometric_mean(values):
+    return math.exp(statistics.fmean(math.log(value) for value in values))
+
+
+# --- the card --------------------------------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """Milliseconds of one call of `launch(i)`; i counts on, so that inputs rotate."""
+
+    def __init__(self, torch):
+        self.torch = torch
+        self.start, self.stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.spin_us = 100
+        self.next = 0
+        self.host_bound = False
+
+    def measure(self, launch, launches):
+        """One measurement. The clock starts when a spinning kernel ends that was queued first; where that was before all
+        was queued, so that the card may have waited for the host, it is made again behind a longer one."""
+        torch = self.torch
+        while True:
+            spin_us = min(self.spin_us + 5 * launches, LONGEST_SPIN_US)
+            torch.cuda._sleep(int(spin_us * 2000))  # cycles, at about 2 GHz
+            self.start.record()
+            for _ in range(launches):
+                launch(self.next)
+                self.next += 1
+            self.stop.record()
+            hidden = not self.start.query()
+            self.stop.synchronize()
+            if hidden or spin_us >= LONGEST_SPIN_US:
+                self.host_bound |= not hidden
+                return self.start.elapsed_time(self.stop) / launches
+            self.spin_us *= 2
+
+    def warm_up(self, launch, measurement_ms):
+        """Runs until code is loaded and clocks have risen; returns plan_launches()."""
+        launch(0)
+        self.torch.cuda.synchronize()
+        one = self.measure(launch, 1)
+        spent = one
+        while spent < WARMUP_MS:
+            launches, _ = plan_launches(one, measurement_ms)
+            one = self.measure(launch, launches)
+            spent += max(one * launches, 0.1)
+        self.host_bound = False
+        return plan_launches(one, measurement_ms)
+
+
+class Contender:
+    """A run in one cell: `launch(i)` queues it on input set i."""
+
+    def __init__(self, run, launch, context=contextlib.nullcontext):
+        self.run, self.launch, self.context = run, launch, context
+        self.plan, self.round_ms, self.host_bound, self.facts = None, [], False, {}
+
+
+class Bench:
+    """One cell on the card: tensors, contenders, checks and times."""
+
+    def __init__(self, torch, library, options, cell):
+        self.torch, self.library, self.options, self.cell = torch, library, options, cell
+        self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[options.dtype]
+        self.scale = 1 / math.sqrt(cell.head_dim)
+        tensor_bytes = 2 * cell.batch * cell.heads * cell.seqlen * cell.head_dim
+        cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 64 << 20)
+        free, _ = torch.cuda.mem_get_info()
+        count = rotating_sets(3 * tensor_bytes, 5 * tensor_bytes, cache, free // 4)
+        self.generator = torch.Generator(device="cuda").manual_seed(options.seed)
+        self.sets = [tuple(self.tensor() for _ in range(3)) for _ in range(count)]
+        self.outputs = [torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device="cuda") for q, _, _ in self.sets]
+        self.lse = torch.empty((cell.batch, cell.heads, cell.seqlen), dtype=torch.float32, device="cuda")
+        self.workspace = None
+        self.heads = sampled_heads(cell, options.seed)
+        self.truth = None
+        self.left_out = {}
+
+    def tensor(self):
+        """Random normal values, as a tensor (batch, heads, seqlen, head_dim) that lies in memory as --layout says."""
+        cell = self.cell
+        order = (cell.batch, cell.heads, cell.seqlen) if self.options.layout == "bhsd" else (
+            cell.batch, cell.seqlen, cell.heads)
+        made = self.torch.randn(*order, cell.head_dim, device="cuda", dtype=self.dtype, generator=self.generator)
+        return made if self.options.layout == "bhsd" else made.transpose(1, 2)
+
+    # --- stages ---
+
+    def stage_args(self, run, number, with_lse):
+        cell, (q, k, v), o = self.cell, self.sets[number], self.outputs[number]
+
+        def strides(tensor):
+            return abi.Strides(*tensor.stride()[:3])
+
+        return abi.ForwardArgs(
+            stage=run.stage.encode(), target=abi.CUDA, dtype=abi.FP16 if self.options.dtype == "fp16" else abi.BF16,
+            batch=cell.batch, heads=cell.heads, kv_heads=cell.heads, seqlen_q=cell.seqlen, seqlen_k=cell.seqlen,
+            head_dim=cell.head_dim, scale=self.scale, causal=cell.causal, q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(),
+            o=o.data_ptr(), l=self.lse.data_ptr() if with_lse else None, q_strides=strides(q), k_strides=strides(k),
+            v_strides=strides(v), o_strides=strides(o), stream=self.torch.cuda.current_stream().cuda_stream,
+            workspace=self.workspace.data_ptr() if self.workspace is not None else None,
+            workspace_bytes=self.workspace.numel() if self.workspace is not None else 0,
+            tile_rows=run.tiles[0], tile_keys=run.tiles[1], one_block_per_head=run.bh)
+
+    def make_workspace(self, runs):
+        """One for all of them: what a stage reads there it has written before. Returns the runs that it is enough for."""
+        torch, needs = self.torch, {}
+        for run in runs:
+            needs[run] = self.library.workspace_bytes(self.stage_args(run, 0, True))
+        free = torch.cuda.mem_get_info()[0] * 9 // 10
+        fitting = [run for run in runs if needs[run] <= free]
+        for run in runs:
+            if run not in fitting:
+                self.left_out[run.name] = f"needs {needs[run] / 2**30:.1f} GiB beside the tensors; {free / 2**30:.1f} are free"
+        most = max((needs[run] for run in fitting), default=0)
+        if most > 0:
+            self.workspace = torch.empty(most, dtype=torch.uint8, device="cuda")
+        return fitting
+
+    def stage(self, run):
+        """The stage's contender, its output checked."""
+        for filled in (*self.outputs, self.lse):
+            filled.fill_(math.nan)
+        if self.workspace is not None:
+            self.workspace.fill_(0xFF)
+        tiles = self.library.tiles(self.stage_args(run, 0, True))
+        self.library.forward(self.stage_args(run, 0, True))
+        self.torch.cuda.synchronize()
+        with_lse = not writes_lse_apart(run.stage)
+        args = [self.stage_args(run, number, with_lse) for number in range(len(self.sets))]
+        forward = self.library.forward
+        contender = Contender(run, lambda i: forward(args[i % len(args)]))
+        contender.facts["stage"] = run.stage
+        if tiles[0]:
+            contender.facts["tiles"] = {"Br": tiles[0], "Bc": tiles[1]}
+            contender.facts["grid_blocks"] = grid_blocks(run, self.cell, tiles)
+        contender.facts["check"] = self.check(self.outputs[0], self.lse)
+        return contender
+
+    # --- peers ---
+
+    def peer(self, run):
+        """The contender of a backend of scaled_dot_product_attention. Raises RuntimeError where it cannot run."""
+        torch = self.torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+        backend = {"math": SDPBackend.MATH, "math16": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
+                   "cudnn": SDPBackend.CUDNN_ATTENTION}[run.name]
+        allow = getattr(torch.backends.cuda, "allow_fp16_bf16_reduction_math_sdp", None)
+        if run.name == "math16" and not allow:
+            raise RuntimeError(f"torch {torch.__version__} has no such mode; its math computes in 16 bits")
+
+        @contextlib.contextmanager
+        def context():
+            if allow:
+                allow(run.name == "math16")
+            with torch.no_grad(), sdpa_kernel([backend]):
+                yield
+
+        def launch(i):
+            q, k, v = self.sets[i % len(self.sets)]
+            return scaled_dot_product_attention(q, k, v, is_causal=self.cell.causal, scale=self.scale)
+
+        contender = Contender(run, launch, context)
+        with context():
+            contender.facts["check"] = self.check(launch(0))
+        return contender
+
+    # --- checks ---
+
+    def reference(self):
+        """For chunks of the sampled heads: their indices, O in fp32, its bound for each block of 64 rows, L and its bound."""
+        if self.truth is not None:
+            return self.truth
+        torch, n, self.truth = self.torch, self.cell.seqlen, []
+        q, k, v = (tensor.reshape(-1, n, self.cell.head_dim) for tensor in self.sets[0])
+        hidden = torch.ones(n, n, dtype=torch.bool, device="cuda").triu_(1) if self.cell.causal else None
+        step = max(1, CHUNK_PAIRS // n**2)
+        for begin in range(0, len(self.heads), step):
+            at = torch.tensor(self.heads[begin:begin + step], device="cuda")
+            values = v[at].float()
+            scores = (q[at].float() @ k[at].float().transpose(1, 2)) * self.scale
+            if hidden is not None:
+                scores.masked_fill_(hidden, -math.inf)
+            lse = torch.logsumexp(scores, dim=2)
+            largest = max(1.0, float(torch.where(torch.isinf(scores), 0.0, scores).abs().max()))
+            p = scores.sub_(lse[..., None]).exp_()
+            o = p @ values
+            rounded = (p.to(self.dtype).float() @ values).to(self.dtype).float()
+            bound = 2 * self.block_max(rounded - o) + 2 * self.ulp(self.block_max(o))
+            self.truth.append((at, o, bound, lse, 1e-5 * largest))
+        return self.truth
+
+    def block_max(self, x):
+        """The largest |x| of each block of 64 rows: (heads, n, d) to (heads, blocks)."""
+        heads, n, d = x.shape
+        padded = self.torch.nn.functional.pad(x.abs(), (0, 0, 0, -n % 64))
+        return padded.reshape(heads, -1, 64 * d).amax(dim=2)
+
+    def ulp(self, x):
+        """The unit in the last place of x in the 16-bit type."""
+        torch = self.torch
+        bits, smallest = (10, -14) if self.dtype == torch.float16 else (7, -126)
+        exponent = torch.where(x > 0, torch.frexp(x)[1] - 1, smallest).clamp(min=smallest)
+        return torch.ldexp(torch.ones_like(x), exponent - bits)
+
+    def check(self, output, lse=None):
+        """Compares with reference(). NaN is an error: all comparisons are of the form 'error <= bound'."""
+        torch, n, d = self.torch, self.cell.seqlen, self.cell.head_dim
+        finite = bool(torch.isfinite(output).all())
+        ok = finite
+        flat = output.reshape(-1, n, d)
+        flat_lse = None if lse is None else lse.reshape(-1, n)
+        worst, max_error, lse_error, lse_bound = 0.0, 0.0, 0.0, 0.0
+        for at, o, bound, true_lse, allowed in self.reference():
+            error = self.block_max(flat[at].float() - o)
+            ok = ok and bool((error <= bound).all())
+            worst = max(worst, float((error / bound).max()))
+            max_error = max(max_error, float(error.max()))
+            if flat_lse is not None:
+                difference = (flat_lse[at] - true_lse).abs()
+                ok = ok and bool((difference <= allowed).all())
+                lse_error, lse_bound = max(lse_error, float(difference.max())), max(lse_bound, allowed)
+        result = {"ok": ok, "finite": finite, "max_abs_err": min(max_error, 1e9), "share_of_bound": min(worst, 1e9),
+                  "heads": len(self.heads)}
+        if lse is not None:
+            result.update(lse_max_abs_err=lse_error, lse_bound=lse_bound)
+        return result
+
+    # --- times ---
+
+    def run(self, stopwatch, runs, progress):
+        """Checks and times everybody; returns the contenders that were timed. `left_out` says why others were not."""
+        stages = self.make_workspace([run for run in runs if run.stage])
+        contenders = []
+        for run in runs:
+            if run.stage and run not in stages:
+                continue
+            try:
+                contender = self.stage(run) if run.stage else self.peer(run)
+                if run.stage and not contender.facts["check"]["ok"]:
+                    self.left_out[run.name] = f"WRONG VALUES: {json.dumps(contender.facts['check'])}"
+                    continue
+                with contender.context():
+                    contender.plan = stopwatch.warm_up(contender.launch, self.options.measurement_ms)
+                contenders.append(contender)
+            except abi.Error as error:
+                if error.status != abi.UNAVAILABLE:
+                    raise
+                self.left_out[run.name] = str(error)
+            except RuntimeError as error:  # no such backend, or out of memory
+                if run.stage:
+                    raise
+                self.left_out[run.name] = (str(error).strip().splitlines() or ["it said nothing"])[0]
+                self.torch.cuda.empty_cache()
+        self.truth = None  # its memory is not needed any more
+        for number in range(self.options.rounds):
+            # There and back: nobody always follows the same one.
+            for contender in contenders[::1 if number % 2 == 0 else -1]:
+                launches, reps = contender.plan
+                with contender.context():
+                    times = [stopwatch.measure(contender.launch, launches) for _ in range(reps)]
+                contender.round_ms.append(statistics.median(times))
+                contender.host_bound |= stopwatch.host_bound
+                stopwatch.host_bound = False
+            progress(f"round {number + 1} of {self.options.rounds}")
+        return contenders
+
+
+def measure_ceilings(torch, stopwatch, options):
+    """What this card reaches on random data, measured as stages are: a copy in TB/s (bytes read and written), a bf16 product
+    of 8192 x 8192 matrices in TFLOP/s."""
+    n = 8192
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    c = torch.empty_like(a)
+    source = torch.randn(2**28, device="cuda")  # 1 GiB
+    target = torch.empty_like(source)
+    results = {}
+    for name, launch, amount in (("copy_tb_per_s", lambda i: target.copy_(source), 2 * source.numel() * 4 / 1e9),
+                                 ("matmul_tflops", lambda i: torch.matmul(a, b, out=c), 2 * n**3 / 1e9)):
+        launches, reps = stopwatch.warm_up(launch, options.measurement_ms)
+        times = [stopwatch.measure(launch, launches) for _ in range(reps * options.rounds)]
+        results[name] = amount / statistics.median(times)
+    del a, b, c, source, target
+    torch.cuda.empty_cache()
+    return results
+
+
+def describe_card(torch):
+    properties = torch.cuda.get_device_properties(0)
+    card = {"name": properties.name, "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count, "memory_bytes": properties.total_memory,
+            "torch": torch.__version__, "torch_cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], timeout=30,
+                                capture_output=True, text=True, check=True).stdout.split()
+        card.update(driver=driver[0] if driver else None)
+    return card
+
+
+# --- the report ------------------------------------------------------------------------------------------------
+
+
+def cell_report(cell, contenders, left_out, options, ceilings):
+    """The cell's part of the JSON file."""
+    report = {"setting": cell.setting,
+              "problem": {"batch": cell.batch, "heads": cell.heads, "kv_heads": cell.heads, "seqlen_q": cell.seqlen,
+                          "seqlen_k": cell.seqlen, "head_dim": cell.head_dim, "dtype": options.dtype,
+                          "causal": cell.causal, "layout": options.layout, "flops": cell.flops()},
+              "runs": [], "speedups": {}, "left_out": left_out}
+    for contender in contenders:
+        ms = statistics.median(contender.round_ms)
+        tflops = cell.flops() / ms / 1e9
+        entry = {"name": contender.run.name, **contender.facts, "round_ms": contender.round_ms, "median_ms": ms,
+                 "tflops": tflops, "launches": contender.plan[0], "reps": contender.plan[1]}
+        entry["percent_of_ceiling"] = 100 * tflops / ceilings["matmul_tflops"]
+        if contender.host_bound:
+            entry["host_bound"] = True
+        report["runs"].append(entry)
+    for mine in report["runs"]:
+        if "stage" in mine:  # how many times as fast as the other
+            report["speedups"][mine["name"]] = {
+                other["name"]: median_ratio(other["round_ms"], mine["round_ms"])
+                for other in report["runs"] if other is not mine}
+    return report
+
+
+def time_cell(torch, library, stopwatch, options, cell, ceilings, progress):
+    """Checks and times a cell; its report."""
+    runs = (ladder_runs(options.runs, cell) if options.ladder else options.runs) + [Run(name) for name in options.peers]
+    bench, contenders = None, []
+    try:
+        bench = Bench(torch, library, options, cell)
+        contenders = bench.run(stopwatch, runs, progress)
+        left_out = bench.left_out
+    except abi.Error as error:
+        refuse(str(error), error.status)
+    except torch.cuda.OutOfMemoryError as error:
+        left_out = {"all": str(error).strip().splitlines()[0]}
+    except RuntimeError as error:  # of CUDA: nothing more can be run on the card
+        refuse(str(error).strip().splitlines()[0], 1)
+    report = cell_report(cell, contenders, left_out, options, ceilings)
+    # Memory goes back to the card: the next cell's workspaces are large.
+    del bench, contenders
+    torch.cuda.empty_cache()
+    return report
+
+
+def problem_name(problem):
+    return (f"batch {problem['batch']}, heads {problem['heads']}, N {problem['seqlen_q']}, d {problem['head_dim']}, "
+            f"{'causal' if problem['causal'] else 'no mask'}")
+
+
+def notes(report):
+    """What must be said beside a cell's figures."""
+    for run in report["runs"]:
+        if not run["check"]["ok"]:
+            yield f"{run['name']}: its error is {run['check']['share_of_bound']:.1f} of the bound"
+        if run["percent_of_ceiling"] > 100:
+            yield f"{run['name']}: above the measured ceiling; do not trust it before it is explained"
+        if run.get("host_bound"):
+            yield f"{run['name']}: the host's own time may be part of it"
+    for name, reason in report["left_out"].items():
+        yield f"{name}: left out: {reason}"
+
+
+class BesideTable:
+    """Peers: a line for each cell, a column for each run, then how many times as fast each stage is as each peer."""
+
+    def __init__(self, names, peers):
+        self.names, self.pairs = names, [(name, peer) for name in names if name not in peers for peer in peers]
+        print(f"\n{'d':>4} {'mask':6} {'N':>6} {'batch':>5} {'heads':>5}"
+              + "".join(f"{name + ' ms':>13}{'TFLOP/s':>8}" for name in names)
+              + "".join(f"{stage + '/' + peer:>18}" for stage, peer in self.pairs), flush=True)
+
+    def add(self, report):
+        problem, runs = report["problem"], {run["name"]: run for run in report["runs"]}
+        line = (f"{problem['head_dim']:4} {'causal' if problem['causal'] else 'none':6} {problem['seqlen_q']:6} "
+                f"{problem['batch']:5} {problem['heads']:5}")
+        for name in self.names:
+            line += f"{runs[name]['median_ms']:13.4f}{runs[name]['tflops']:8.1f}" if name in runs else f"{'-':>13}{'-':>8}"
+        for stage, peer in self.pairs:
+            ratio = report["speedups"].get(stage, {}).get(peer)
+            line += f"{ratio:18.3f}" if ratio else f"{'-':>18}"
+        print(line, flush=True)
+
+    def end(self, reports):
+        for stage, peer in self.pairs:
+            ratios = [r for r in (report["speedups"].get(stage, {}).get(peer) for report in reports) if r]
+            if ratios:
+                print(f"{stage} is {geometric_mean(ratios):.3f} times as fast as {peer} (geometric mean of {len(ratios)} "
+                      f"cells; least {min(ratios):.3f}, most {max(ratios):.3f})")
+
+
+class LadderTable:
+    """The ladder: for each cell a line for each run."""
+
+    def add(self, report):
+        print(f"\n{report['setting']}: {problem_name(report['problem'])}")
+        print(f"  {'stage':10}{'tiles':>9}{'blocks':>9}{'ms':>11}{'TFLOP/s':>9}{'% of ceiling':>14}{'x before':>10}{'x first':>9}")
+        before = []
+        for run in report["runs"]:
+            name, speedups = run["name"], report["speedups"].get(run["name"])
+            tiles = f"{run['tiles']['Br']}x{run['tiles']['Bc']}" if "tiles" in run else "-"
+            line = (f"  {name:10}{tiles:>9}{run.get('grid_blocks') or '-':>9}{run['median_ms']:11.4f}{run['tflops']:9.1f}"
+                    f"{run['percent_of_ceiling']:14.1f}")
+            if before and speedups:
+                line += f"{speedups[before[-1]]:10.3f}{speedups[before[0]]:9.2f}"
+            before.append(name)
+            print(line, flush=True)
+
+    def end(self, reports):
+        steps = {}
+        for report in reports:
+            names = [run["name"] for run in report["runs"]]
+            for before, name in zip(names, names[1:]):
+                if name in report["speedups"]:
+                    step = steps.setdefault((report["setting"], before, name), [])
+                    step.append((report["speedups"][name][before], problem_name(report["problem"])))
+        print()
+        for (setting, before, name), step in steps.items():
+            ratios = [ratio for ratio, _ in step]
+            print(f"{setting}: {name} is {geometric_mean(ratios):.3f} times as fast as {before} (geometric mean of {len(step)} "
+                  f"cells; most {max(ratios):.3f}; least {min(ratios):.3f}, at {min(step)[1]})")
+
+
+def write_beside(path, text):
+    beside = f"{path}.{os.getpid()}.new"
+    try:
+        with open(beside, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(beside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(beside)
+        refuse(str(error))
+
+
+# --- the command line ------------------------------------------------------------------------------------------
+
+
+def a_list(kind, allowed=None):
+    """A converter for values between commas."""
+
+    def convert(text):
+        values = []
+        for word in text.split(","):
+            try:
+                value = kind(word)
+            except ValueError:
+                raise argparse.ArgumentTypeError(f"{word!r} is no number") from None
+            if allowed and value not in allowed:
+                raise argparse.ArgumentTypeError(f"there is no {word!r}; there are {', '.join(allowed)}")
+            if kind is int and value < 1:
+                raise argparse.ArgumentTypeError(f"{value} is given; 1 or more is allowed")
+            values.append(value)
+        return list(dict.fromkeys(values))
+
+    return convert
+
+
+def positive(kind):
+    def convert(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is given; more than 0 is allowed")
+        return value
+
+    return convert
+
+
+def tile_sizes(text):
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is given; BRxBC is allowed, as in 64x64")
+    return int(match[1]), int(match[2])
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        refuse(message.removeprefix("argument "))
+
+
+def parse(arguments=None):
+    parser = Parser(description=__doc__.splitlines()[0], epilog="docs/method.md tells how it measures.")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--ladder", action="store_true", help="03 to 08, each beside the one before, with its blocks")
+    mode.add_argument("--math", action="store_true", help="02d and 08 beside PyTorch's math attention, N 2048, d 128")
+    parser.add_argument("--library", default=ROOT / "build/cuda/lib/libflashsteps.so", metavar="FILE",
+                        help="libflashsteps.so (default: %(default)s)")
+    parser.add_argument("--stage", help="stages between commas, as in 02d,07:64x64,08 (default: by mode)")
+    parser.add_argument("--tiles", type=tile_sizes, metavar="BRxBC", help="tiles of the stages from 07 on")
+    parser.add_argument("--grid", choices=("bh",), help="bh: times 05 in the grid of 04, too")
+    parser.add_argument("--peers", type=lambda text: a_list(str, PEERS)(text) if text else [],
+                        help=f"of {', '.join(PEERS)}; '' for none (default: by mode)")
+    parser.add_argument("--setting", type=a_list(str, SETTINGS), help=f"of {', '.join(SETTINGS)} (default: by mode)")
+    parser.add_argument("--seqlen", type=a_list(int), help="lengths between commas, in place of the setting's")
+    parser.add_argument("--head-dim", type=a_list(int), help="in place of the setting's")
+    parser.add_argument("--mask", type=a_list(str, MASKS), help="none, causal or both between a comma")
+    parser.add_argument("--batch", type=positive(int), help="in place of the setting's")
+    parser.add_argument("--heads", type=positive(int), help="in place of the setting's")
+    parser.add_argument("--dtype", choices=("fp16", "bf16"), default="bf16")
+    parser.add_argument("--layout", choices=("bshd", "bhsd"), help="order of the axes in memory (default: bshd)")
+    parser.add_argument("--rounds", type=positive(int), default=5)
+    parser.add_argument("--measurement-ms", type=positive(float), default=12, metavar="MS", help="(default: 12)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    parser.add_argument("--svg", metavar="FILE", help="draw it there; needs gnuplot")
+    options = parser.parse_args(arguments)
+    settings, stages, peers, layout = (
+        (["full", "few", "course"], "03,04,05,06,07,08", [], "bshd") if options.ladder else
+        (["math"], "02d,08", ["math", "math16"], "bhsd") if options.math else
+        (["course"], "08", ["flash", "cudnn"], "bshd"))
+    options.layout = options.layout or layout
+    options.peers = peers if options.peers is None else options.peers
+    try:
+        options.runs = parse_runs(options.stage or stages, options.tiles, options.grid == "bh")
+    except ValueError as error:
+        refuse(f"--stage: {error}")
+    options.cells = [cell for setting in options.setting or settings
+                     for cell in cells_of(setting, options.seqlen, options.head_dim, options.mask, options.batch, options.heads)]
+    return options
+
+
+def resolve(runs, known):
+    """A number without a letter means the last step of that stage. Raises ValueError."""
+    resolved = []
+    for run in runs:
+        ids = [name for name in known if name == run.stage or (len(run.stage) == 2 and name.startswith(run.stage))]
+        if not ids:
+            raise ValueError(f"there is no stage {run.stage!r}; there are {', '.join(known)}")
+        resolved.append(run._replace(stage=ids[-1], name=run.name.replace(run.stage, ids[-1], 1)))
+    return list(dict.fromkeys(resolved))
+
+
+def main(arguments=None):
+    options = parse(arguments)
+    try:
+        import torch
+    except ImportError:
+        refuse("torch is not installed for this python3", 3)
+    if not torch.cuda.is_available():
+        refuse("torch sees no CUDA card", 3)
+    try:
+        library = abi.Library(options.library)
+        options.runs = resolve(options.runs, library.stages(abi.CUDA))
+    except abi.Error as error:
+        refuse(f"--library: {error}")
+    except ValueError as error:
+        refuse(f"--stage: {error}")
+
+    torch.set_float32_matmul_precision("highest")  # the reference is fp32, not TF32
+    torch.manual_seed(options.seed)
+    card, stopwatch = describe_card(torch), Stopwatch(torch)
+    command = shlex.join(["python3", *sys.argv] if arguments is None else ["python3", "bench_peers.py", *arguments])
+    print(f"{card['name']}, driver {card.get('driver', 'unknown')}, torch {card['torch']}, cuDNN {card['cudnn']}; "
+          f"commit {library.commit[:12] or 'unknown'}; {options.dtype}, layout {','.join(options.layout)}")
+    ceilings = measure_ceilings(torch, stopwatch, options)
+    print(f"ceilings, same run: copy {ceilings['copy_tb_per_s']:.2f} TB/s, bf16 product {ceilings['matmul_tflops']:.0f} TFLOP/s")
+
+    result = {"device": card, "commit": library.commit, "command": command,
+              "method": {"rounds": options.rounds, "measurement_ms": options.measurement_ms, "warmup_ms": WARMUP_MS,
+                         "seed": options.seed, "ratio": "median over the rounds of the ratio of milliseconds"},
+              "ceilings": ceilings, "cells": []}
+    if not library.commit:
+        del result["commit"]
+    table = LadderTable() if options.ladder else BesideTable([run.name for run in options.runs] + options.peers, options.peers)
+    wrong = False
+    for number, cell in enumerate(options.cells):
+
+        def progress(text, where=f"cell {number + 1} of {len(options.cells)}"):
+            if sys.stderr.isatty():
+                print(f"\r\x1b[K{where}, {text}" if text else "\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+        report = time_cell(torch, library, stopwatch, options, cell, ceilings, progress)
+        progress("")
+        result["cells"].append(report)
+        wrong |= any(reason.startswith("WRONG") for reason in report["left_out"].values())
+        if report["runs"]:
+            table.add(report)
+        for note in notes(report):
+            print(f"{problem_name(report['problem'])}: {note}", flush=True)
+        if options.json:  # after each cell: what is interrupted keeps what it has
+            write_beside(options.json, json.dumps(result, indent=1) + "\n")
+    table.end(result["cells"])
+    if not any(report["runs"] for report in result["cells"]):
+        refuse("nothing could be timed; the lines above say why", 1 if wrong else 3)
+    if options.svg:
+        try:
+            plot_peers.draw(result, options.svg)
+        except plot_peers.NoPicture as error:
+            print(f"bench_peers.py: no picture: {error}", file=sys.stderr)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

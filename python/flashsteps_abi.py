@@ -1,0 +1,96 @@
+"""libflashsteps.so from Python: the C interface of common/capi/flashsteps.h, by ctypes and nothing else.
+
+    library = Library("build/cuda/lib/libflashsteps.so")
+    args = ForwardArgs(stage=b"08", target=CUDA, dtype=BF16, batch=…, q=q.data_ptr(), q_strides=Strides(…), …)
+    library.forward(args)
+
+Shapes, strides, units and errors are those of the header.
+"""
+import ctypes
+import pathlib
+
+OK, FAILED, BAD_INPUT, UNAVAILABLE = range(4)  # flashsteps_status
+FP16, BF16 = range(2)  # flashsteps_dtype
+MODEL, CUDA = range(2)  # flashsteps_target
+VERSION = 100  # that this file was written for
+
+
+class Error(RuntimeError):
+    """What the library refused. `status` is a flashsteps_status, the text is one line."""
+
+    def __init__(self, status, message):
+        super().__init__(message)
+        self.status = status
+
+
+class Strides(ctypes.Structure):
+    """flashsteps_strides: batch, head and row stride, in elements."""
+    _fields_ = [("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64)]
+
+
+class ForwardArgs(ctypes.Structure):
+    """flashsteps_forward_args. What is not named is 0."""
+    _fields_ = [
+        ("size", ctypes.c_uint64), ("stage", ctypes.c_char_p), ("target", ctypes.c_int32), ("dtype", ctypes.c_int32),
+        ("batch", ctypes.c_int32), ("heads", ctypes.c_int32), ("kv_heads", ctypes.c_int32),
+        ("seqlen_q", ctypes.c_int32), ("seqlen_k", ctypes.c_int32), ("head_dim", ctypes.c_int32),
+        ("scale", ctypes.c_float), ("causal", ctypes.c_int32),
+        ("q", ctypes.c_void_p), ("k", ctypes.c_void_p), ("v", ctypes.c_void_p), ("o", ctypes.c_void_p),
+        ("l", ctypes.c_void_p),
+        ("q_strides", Strides), ("k_strides", Strides), ("v_strides", Strides), ("o_strides", Strides),
+        ("stream", ctypes.c_void_p), ("workspace", ctypes.c_void_p), ("workspace_bytes", ctypes.c_uint64),
+        ("tile_rows", ctypes.c_int32), ("tile_keys", ctypes.c_int32), ("one_block_per_head", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+    def __init__(self, **members):
+        super().__init__(size=ctypes.sizeof(ForwardArgs), **members)
+
+
+class Library:
+    """The library in one file. Raises Error(BAD_INPUT) where it is not there or not ours."""
+
+    def __init__(self, path):
+        self.path = pathlib.Path(path).resolve()
+        try:
+            self._library = ctypes.CDLL(str(self.path))
+            for name, arguments, result in (
+                    ("forward", [ctypes.POINTER(ForwardArgs)], ctypes.c_int),
+                    ("forward_workspace", [ctypes.POINTER(ForwardArgs), ctypes.POINTER(ctypes.c_uint64)], ctypes.c_int),
+                    ("forward_tiles", [ctypes.POINTER(ForwardArgs)] + 2 * [ctypes.POINTER(ctypes.c_int32)],
+                     ctypes.c_int),
+                    ("last_error", [], ctypes.c_char_p), ("stages", [ctypes.c_int32], ctypes.c_char_p),
+                    ("version", [], ctypes.c_int32), ("commit", [], ctypes.c_char_p)):
+                function = getattr(self._library, f"flashsteps_{name}")
+                function.argtypes, function.restype = arguments, result
+        except (OSError, AttributeError) as error:
+            raise Error(BAD_INPUT, f"{path} cannot be loaded: {error}") from None
+        self.version = self._library.flashsteps_version()
+        if self.version < VERSION:
+            raise Error(BAD_INPUT, f"{path} is version {self.version}; {VERSION} or newer is needed")
+        self.commit = self._library.flashsteps_commit().decode()
+
+    def _check(self, status):
+        if status != OK:
+            raise Error(status, self._library.flashsteps_last_error().decode())
+
+    def forward(self, args):
+        """Queues the forward pass on args.stream (or runs it, on the CPU model)."""
+        self._check(self._library.flashsteps_forward(args))
+
+    def workspace_bytes(self, args):
+        """What args.workspace must hold."""
+        answer = ctypes.c_uint64()
+        self._check(self._library.flashsteps_forward_workspace(args, answer))
+        return answer.value
+
+    def tiles(self, args):
+        """(Br, Bc) that forward() uses; (0, 0) for a stage without tiles."""
+        rows, keys = ctypes.c_int32(), ctypes.c_int32()
+        self._check(self._library.flashsteps_forward_tiles(args, rows, keys))
+        return rows.value, keys.value
+
+    def stages(self, target):
+        """The ids of the stages for MODEL or CUDA."""
+        ids = self._library.flashsteps_stages(target).decode()
+        return ids.split(",") if ids else []
