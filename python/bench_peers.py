@@ -135,17 +135,30 @@ def parse_runs(text, tiles=None, bh=False):
     return runs
 
 
-def ladder_runs(runs, cell):
-    """The runs of a cell of the ladder: with 05 in the grid of 04 between the two, and 07 in the tiles of 06."""
-    stages = [run.stage for run in runs]
+def ladder_runs(runs, cell, tiles_of):
+    """The runs of a cell of the ladder: what changes two things at once is also timed with one of them. 05 in the grid of
+    04 comes between the two, and from 07 on each stage in the tiles of the one before, where it is built for them.
+    `tiles_of` gives a run's (Br, Bc), or None."""
     ladder = []
-    for run in runs:
-        if run.name == "05" and "04" in stages and cell.setting != "course":
+    for before, run in zip([None] + runs, runs):
+        if run.name == "05" and before and before.name == "04" and cell.setting != "course":
             ladder.append(Run("05:bh", "05", bh=True))
-        if run.name == "07" and "06" in stages and cell.head_dim <= 64:
-            ladder.append(Run("07:64x64", "07", (64, 64)))
+        if run.name == run.stage and run.stage >= "07" and before and tiles_of(before) != tiles_of(run):
+            tiles = tiles_of(before)
+            same = Run(f"{run.stage}:{tiles[0]}x{tiles[1]}", run.stage, tiles)
+            if tiles_of(same):
+                ladder.append(same)
         ladder.append(run)
     return list(dict.fromkeys(ladder))
+
+
+def problem_args(run, cell, dtype):
+    """The call of a run, without tensors."""
+    return abi.ForwardArgs(
+        stage=run.stage.encode(), target=abi.CUDA, dtype=abi.FP16 if dtype == "fp16" else abi.BF16, batch=cell.batch,
+        heads=cell.heads, kv_heads=cell.heads, seqlen_q=cell.seqlen, seqlen_k=cell.seqlen, head_dim=cell.head_dim,
+        scale=1 / math.sqrt(cell.head_dim), causal=cell.causal, tile_rows=run.tiles[0], tile_keys=run.tiles[1],
+        one_block_per_head=run.bh)
 
 
 def grid_blocks(run, cell, tiles):
@@ -281,26 +294,21 @@ class Bench:
     # --- stages ---
 
     def stage_args(self, run, number, with_lse):
-        cell, (q, k, v), o = self.cell, self.sets[number], self.outputs[number]
-
-        def strides(tensor):
-            return abi.Strides(*tensor.stride()[:3])
-
-        return abi.ForwardArgs(
-            stage=run.stage.encode(), target=abi.CUDA, dtype=abi.FP16 if self.options.dtype == "fp16" else abi.BF16,
-            batch=cell.batch, heads=cell.heads, kv_heads=cell.heads, seqlen_q=cell.seqlen, seqlen_k=cell.seqlen,
-            head_dim=cell.head_dim, scale=self.scale, causal=cell.causal, q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(),
-            o=o.data_ptr(), l=self.lse.data_ptr() if with_lse else None, q_strides=strides(q), k_strides=strides(k),
-            v_strides=strides(v), o_strides=strides(o), stream=self.torch.cuda.current_stream().cuda_stream,
-            workspace=self.workspace.data_ptr() if self.workspace is not None else None,
-            workspace_bytes=self.workspace.numel() if self.workspace is not None else 0,
-            tile_rows=run.tiles[0], tile_keys=run.tiles[1], one_block_per_head=run.bh)
+        args = problem_args(run, self.cell, self.options.dtype)
+        for name, tensor in zip("qkvo", (*self.sets[number], self.outputs[number])):
+            setattr(args, name, tensor.data_ptr())
+            setattr(args, f"{name}_strides", abi.Strides(*tensor.stride()[:3]))
+        args.l = self.lse.data_ptr() if with_lse else None
+        args.stream = self.torch.cuda.current_stream().cuda_stream
+        if self.workspace is not None:
+            args.workspace, args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
+        return args
 
     def make_workspace(self, runs):
         """One for all of them: what a stage reads there it has written before. Returns the runs that it is enough for."""
         torch, needs = self.torch, {}
         for run in runs:
-            needs[run] = self.library.workspace_bytes(self.stage_args(run, 0, True))
+            needs[run] = self.library.workspace_bytes(problem_args(run, self.cell, self.options.dtype))
         free = torch.cuda.mem_get_info()[0] * 9 // 10
         fitting = [run for run in runs if needs[run] <= free]
         for run in runs:
@@ -317,7 +325,7 @@ class Bench:
             filled.fill_(math.nan)
         if self.workspace is not None:
             self.workspace.fill_(0xFF)
-        tiles = self.library.tiles(self.stage_args(run, 0, True))
+        tiles = self.library.tiles(problem_args(run, self.cell, self.options.dtype))
         self.library.forward(self.stage_args(run, 0, True))
         self.torch.cuda.synchronize()
         with_lse = not writes_lse_apart(run.stage)
@@ -521,9 +529,19 @@ def cell_report(cell, contenders, left_out, options, ceilings):
 
 def time_cell(torch, library, stopwatch, options, cell, ceilings, progress):
     """Checks and times a cell; its report."""
-    runs = (ladder_runs(options.runs, cell) if options.ladder else options.runs) + [Run(name) for name in options.peers]
+
+    def tiles_of(run):
+        try:
+            return library.tiles(problem_args(run, cell, options.dtype))
+        except abi.Error as error:
+            if error.status != abi.BAD_INPUT:
+                raise
+            return None
+
     bench, contenders = None, []
     try:
+        runs = ladder_runs(options.runs, cell, tiles_of) if options.ladder else options.runs
+        runs = runs + [Run(name) for name in options.peers]
         bench = Bench(torch, library, options, cell)
         contenders = bench.run(stopwatch, runs, progress)
         left_out = bench.left_out
@@ -589,9 +607,16 @@ class BesideTable:
 class LadderTable:
     """The ladder: for each cell a line for each run."""
 
+    @staticmethod
+    def anchor(report):
+        """The run that all are compared with: 04, where FlashAttention begins, or the first."""
+        names = [run["name"] for run in report["runs"]]
+        return "04" if "04" in names else names[0]
+
     def add(self, report):
         print(f"\n{report['setting']}: {problem_name(report['problem'])}")
-        print(f"  {'stage':10}{'tiles':>9}{'blocks':>9}{'ms':>11}{'TFLOP/s':>9}{'% of ceiling':>14}{'x before':>10}{'x first':>9}")
+        print(f"  {'stage':10}{'tiles':>9}{'blocks':>9}{'ms':>11}{'TFLOP/s':>9}{'% of ceiling':>14}{'x before':>10}"
+              f"{'x ' + self.anchor(report):>9}")
         before = []
         for run in report["runs"]:
             name, speedups = run["name"], report["speedups"].get(run["name"])
@@ -599,7 +624,8 @@ class LadderTable:
             line = (f"  {name:10}{tiles:>9}{run.get('grid_blocks') or '-':>9}{run['median_ms']:11.4f}{run['tflops']:9.1f}"
                     f"{run['percent_of_ceiling']:14.1f}")
             if before and speedups:
-                line += f"{speedups[before[-1]]:10.3f}{speedups[before[0]]:9.2f}"
+                line += f"{speedups[before[-1]]:10.3f}"
+                line += f"{speedups[self.anchor(report)]:9.2f}" if name != self.anchor(report) else ""
             before.append(name)
             print(line, flush=True)
 
@@ -607,14 +633,15 @@ class LadderTable:
         steps = {}
         for report in reports:
             names = [run["name"] for run in report["runs"]]
-            for before, name in zip(names, names[1:]):
-                if name in report["speedups"]:
-                    step = steps.setdefault((report["setting"], before, name), [])
+            where = f"{report['setting']}, {'causal' if report['problem']['causal'] else 'no mask'}"
+            for before, name in [*zip(names, names[1:]), (self.anchor(report), names[-1])]:
+                if before in report["speedups"].get(name, {}):
+                    step = steps.setdefault((where, before, name), [])
                     step.append((report["speedups"][name][before], problem_name(report["problem"])))
         print()
-        for (setting, before, name), step in steps.items():
+        for (where, before, name), step in steps.items():
             ratios = [ratio for ratio, _ in step]
-            print(f"{setting}: {name} is {geometric_mean(ratios):.3f} times as fast as {before} (geometric mean of {len(step)} "
+            print(f"{where}: {name} is {geometric_mean(ratios):.3f} times as fast as {before} (geometric mean of {len(step)} "
                   f"cells; most {max(ratios):.3f}; least {min(ratios):.3f}, at {min(step)[1]})")
 
 
@@ -690,7 +717,8 @@ def parse(arguments=None):
     parser.add_argument("--grid", choices=("bh",), help="bh: times 05 in the grid of 04, too")
     parser.add_argument("--peers", type=lambda text: a_list(str, PEERS)(text) if text else [],
                         help=f"of {', '.join(PEERS)}; '' for none (default: by mode)")
-    parser.add_argument("--setting", type=a_list(str, SETTINGS), help=f"of {', '.join(SETTINGS)} (default: by mode)")
+    parser.add_argument("--setting", type=a_list(str, SETTINGS), help="course: batch x N = 16384, heads x d = 2048; full: four "
+                        "blocks an SM for 04; few: batch 1, 8 heads, N 16384; math: batch 4, 16 heads (default: by mode)")
     parser.add_argument("--seqlen", type=a_list(int), help="lengths between commas, in place of the setting's")
     parser.add_argument("--head-dim", type=a_list(int), help="in place of the setting's")
     parser.add_argument("--mask", type=a_list(str, MASKS), help="none, causal or both between a comma")

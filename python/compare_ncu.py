@@ -72,6 +72,12 @@ EXPLAINED = {
     ("02a", "shared bytes read"): "nvcc joins loads of neighbouring columns; a word read by several lanes counts once",
     ("02a", "bank conflicts"): "nvcc joins loads of neighbouring columns",
     ("03", "shared bytes read"): "four lanes read the same factor; ncu counts it once",
+    ("04", "shared bytes read"): "lanes of a row read the same maxima and sums; ncu counts a word once",
+    ("04", "bank conflicts"): "the metric also counts cycles in which the data stage was busy for other reasons",
+    ("05", "shared bytes read"): "lanes of a row read the same maxima and sums; ncu counts a word once",
+    ("05", "bank conflicts"): "the metric also counts cycles in which the data stage was busy for other reasons",
+    ("06", "shared bytes read"): "lanes of a row read the same maxima and sums; ncu counts a word once",
+    ("06", "bank conflicts"): "the metric also counts cycles in which the data stage was busy for other reasons",
 }
 
 # Shown, not compared: what the memory system made of the requests, and what other pipes did.

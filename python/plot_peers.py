@@ -48,15 +48,16 @@ def panel_script(title, cells, ceiling, top):
             script += f"{length} " + " ".join(str(row.get(name, "NaN")) for name in names) + "\n"
         script += f'EOD\nset logscale x 2\nset xrange [{min(lengths) / 1.3}:{max(lengths) * 1.3}]\nset xlabel "N"\n'
         script += "set xtics nomirror norotate center (" + ", ".join(str(length) for length in lengths) + ")\n"
-        plots = [f'$panel using 1:{2 + at} with linespoints pt 7 ps 0.6 lw 2 lc rgb "{COLOURS[at % len(COLOURS)]}" title {quoted(name)}'
-                 for at, name in enumerate(names)]
+        plots = [f'$panel using 1:{2 + at} with linespoints pt 7 ps 0.6 lw 2 lc rgb "{COLOURS[at % len(COLOURS)]}" '
+                 f'title {quoted(name)}' for at, name in enumerate(names)]
     else:
         script += "$panel << EOD\n"
         for at, name in enumerate(names):
             script += f"{at} " + " ".join(str(row.get(name, "NaN")) for row in table) + "\n"
         width = 0.8 / len(cells)
         script += f'EOD\nunset logscale x\nset xrange [-0.7:{len(names) - 0.3}]\nset xlabel ""\nset boxwidth {width * 0.95}\n'
-        script += "set xtics nomirror rotate by 30 right (" + ", ".join(f"{quoted(name)} {at}" for at, name in enumerate(names)) + ")\n"
+        labels = ", ".join(f"{quoted(name)} {at}" for at, name in enumerate(names))
+        script += f"set xtics nomirror rotate by 30 right ({labels})\n"
         plots = [f'$panel using ($1+{(at - (len(cells) - 1) / 2) * width}):{2 + at} with boxes fs solid noborder '
                  f'lc rgb "{COLOURS[at]}" title "N {length}"' for at, length in enumerate(lengths)]
     return script + "plot " + ", ".join(plots + [ceiling_line] * bool(ceiling_line)) + "\n"
@@ -70,7 +71,8 @@ def script_of(result):
     rows = -(-len(panels) // columns)
     ceiling = result.get("ceilings", {}).get("matmul_tflops", 0)
     top = 1.05 * max([ceiling] + [run["tflops"] for cells in panels.values() for cell in cells for run in cell["runs"]])
-    head = (f'set terminal svg size {PANEL[0] * columns},{PANEL[1] * rows + 40} font "sans-serif,12" noenhanced background "white"\n'
+    head = (f'set terminal svg size {PANEL[0] * columns},{PANEL[1] * rows + 40} font "sans-serif,12" noenhanced '
+            'background "white"\n'
             "set border 3\nset tics nomirror out\nset grid ytics lc rgb \"#dddddd\"\nset key below center horizontal samplen 1\n"
             'set ylabel "TFLOP/s"\n')
     heading = f"Forward on {result.get('device', {}).get('name', 'an unknown card')}"

@@ -231,16 +231,28 @@ class BenchArithmetic(unittest.TestCase):
         names = lambda *arguments: [run.name for run in bench_peers.parse_runs(*arguments)]
         self.assertEqual(names("05,06,07,08", (64, 64), True), ["05:bh", "05", "06", "07:64x64", "08:64x64"])
         self.assertEqual(names("07:32x64,07,07"), ["07:32x64", "07"])
-        cell = bench_peers.Cell("full", 2, 3, 130, 64, True)
-        ladder = [run.name for run in bench_peers.ladder_runs(bench_peers.parse_runs("03,04,05,06,07,08"), cell)]
-        self.assertEqual(ladder, ["03", "04", "05:bh", "05", "06", "07:64x64", "07", "08"])
-        ladder = bench_peers.ladder_runs(bench_peers.parse_runs("06,07"), cell._replace(head_dim=128))
-        self.assertEqual([run.name for run in ladder], ["06", "07"])
         known = ["02a", "02d", "07", "08"]
         resolved = bench_peers.resolve(bench_peers.parse_runs("02,07:64x64"), known)
         self.assertEqual([(run.name, run.stage) for run in resolved], [("02d", "02d"), ("07:64x64", "07")])
         with self.assertRaisesRegex(ValueError, "there is no stage '09'; there are 02a, 02d, 07, 08"):
             bench_peers.resolve(bench_peers.parse_runs("09"), known)
+
+    def test_ladder_runs(self):
+        built = {"06": [(64, 64)], "07": [(128, 64), (64, 64)], "08": [(128, 128), (128, 64)]}  # a stage's choice first
+
+        def tiles_of(run):
+            there = built.get(run.stage, [(32, 64)])
+            return there[0] if run.tiles == (0, 0) else run.tiles if run.tiles in there else None
+
+        def ladder(text, setting="full"):
+            cell = bench_peers.Cell(setting, 2, 3, 130, 64, True)
+            return [run.name for run in bench_peers.ladder_runs(bench_peers.parse_runs(text), cell, tiles_of)]
+
+        self.assertEqual(ladder("03,04,05,06,07,08"),
+                         ["03", "04", "05:bh", "05", "06", "07:64x64", "07", "08:128x64", "08"])
+        self.assertEqual(ladder("04,05,07", "course"), ["04", "05", "07"], "07 is not built for the tiles of 05")
+        self.assertEqual(ladder("05,06"), ["05", "06"])
+        self.assertEqual(ladder("07:64x64,07"), ["07:64x64", "07"])
 
     def test_blocks(self):
         cell = bench_peers.Cell("full", 2, 3, 130, 64, True)
@@ -316,10 +328,13 @@ class BenchOnTheModel(Tools):
         done, result = self.bench("none", "--ladder", "--setting", "full", "--seqlen", "70", "--head-dim", "64", "--svg", picture)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         runs = {entry["name"]: entry for entry in result["cells"][0]["runs"]}
-        self.assertEqual(list(runs), ["03", "04", "05:bh", "05", "06", "07:64x64", "07", "08"])
-        self.assertEqual([entry["grid_blocks"] for entry in runs.values()], [4, 2, 2, 4, 4, 4, 2, 2])
-        self.assertEqual([entry["tiles"]["Br"] for entry in runs.values()], [64] * 6 + [128] * 2)
-        self.assertIn("full: 08 is ", done.stdout)
+        self.assertEqual([name for name in runs if not name.startswith("08:")],
+                         ["03", "04", "05:bh", "05", "06", "07:64x64", "07", "08"])
+        for name, entry in runs.items():
+            blocks = 2 if name in ("04", "05:bh") else 2 * -(-70 // entry["tiles"]["Br"])
+            self.assertEqual(entry["grid_blocks"], blocks, name)
+        self.assertEqual(runs["07:64x64"]["tiles"], runs["06"]["tiles"])
+        self.assertIn("full, causal: 08 is ", done.stdout)
         if shutil.which("gnuplot"):
             for words in ("<svg", "07:64x64", "full: 2 heads, d 64, causal", "stand-in"):
                 self.assertTrue(words in picture.read_text(), words)
@@ -339,7 +354,7 @@ class BenchOnTheModel(Tools):
 
     def test_what_the_library_refuses_is_told(self):
         for status, words, *arguments in (
-                (2, "stage 07 at head_dim 64 is built for 128x128, 64x64; 32x32 was given", "--stage", "07:32x32"),
+                (2, "; 32x32 was given", "--stage", "07:32x32"),
                 (2, "there is no stage '99'; there are 01, 02a", "--stage", "99"),
                 (2, "head_dim is 12; allowed: multiples of 8 from 8 to 128", "--head-dim", "12")):
             done, _ = self.bench("none", "--seqlen", "70", "--mask", "none", *arguments)

@@ -155,18 +155,20 @@ Variant variant_of(const flashsteps_forward_args& args, const Stage& stage, cons
   return variant;
 }
 
+/// A call, checked but for its pointers. What no library could do is told before what this one
+/// cannot.
 struct Request {
   flashsteps_forward_args args;
   Target target;
-  const Stage& stage;
   Problem problem;
+  const Stage& stage;
   Variant variant;
 
   explicit Request(const flashsteps_forward_args* given)
       : args(known_part(given)),
         target(target_of(args.target)),
-        stage(stage_of(args, target)),
         problem(problem_of(args)),
+        stage(stage_of(args, target)),
         variant(variant_of(args, stage, problem)) {}
 };
 
@@ -217,15 +219,17 @@ int64_t workspace_bytes(const Request& r) {
 
 #ifdef FLASHSTEPS_HAS_CUDA
 
-/// The caller's current card, kept.
+/// Gives the caller its current card back.
 class CurrentCard {
  public:
   CurrentCard() : known_(cudaGetDevice(&index_) == cudaSuccess) {}
   ~CurrentCard() {
+    if (known_ && !is(index_)) (void)cudaSetDevice(index_);
+  }
+  /// Whether the current card is this one.
+  static bool is(int index) {
     int now = 0;
-    if (known_ && (cudaGetDevice(&now) != cudaSuccess || now != index_)) {
-      (void)cudaSetDevice(index_);
-    }
+    return cudaGetDevice(&now) == cudaSuccess && now == index;
   }
   CurrentCard(const CurrentCard&) = delete;
   CurrentCard& operator=(const CurrentCard&) = delete;
@@ -299,7 +303,7 @@ void forward_on_card(const Request& r) {
   }
   if (card < 0) return;  // nothing to write
 
-  require(cudaSetDevice(card), "choosing the card");
+  if (!CurrentCard::is(card)) require(cudaSetDevice(card), "choosing the card");
   int major = 0, minor = 0;
   require(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, card),
           "asking for the card's capability");

@@ -18,11 +18,14 @@ template <int kCols, int kM, int kN, typename T>
 __device__ __forceinline__ void multiply_by_transposed(float (&C_rmem)[kM][kN][4], const T* A_smem,
                                                        int A_row, const T* B_smem, int B_row) {
   static_assert(kN % 2 == 0, "one ldmatrix gives the operands of two products");
+  // Half of the columns at a time: with all of them, ptxas has more operands on their way than it
+  // has registers for, and spills.
+  constexpr int kUnroll = kCols / 32;
   const int lane = threadIdx.x % 32;
   // The swizzle is an XOR with the row, so that a step along the columns is an XOR, too.
   const int A_lane = swizzle<kCols>(A_row + lane % 16, lane / 16 * 8);
   const int B_lane = swizzle<kCols>(B_row + lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8);
-#pragma unroll 2
+#pragma unroll kUnroll
   for (int c = 0; c < kCols; c += 16) {
     uint32_t a[kM][4];
 #pragma unroll
