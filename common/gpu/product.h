@@ -20,7 +20,7 @@ __device__ __forceinline__ void multiply_by_transposed(float (&C_rmem)[kM][kN][4
   static_assert(kN % 2 == 0, "one ldmatrix gives the operands of two products");
   // Half of the columns at a time: with all of them, ptxas has more operands on their way than it
   // has registers for, and spills.
-  constexpr int kUnroll = kCols / 32;
+  [[maybe_unused]] constexpr int kUnroll = kCols / 32;
   const int lane = threadIdx.x % 32;
   // The swizzle is an XOR with the row, so that a step along the columns is an XOR, too.
   const int A_lane = swizzle<kCols>(A_row + lane % 16, lane / 16 * 8);
