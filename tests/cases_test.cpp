@@ -1,5 +1,6 @@
-// Inputs that broke other attention kernels, with the right values worked out by hand, so that an error shared by
-// the stages and the oracle would show. The numbers P01 … are those of docs/cases.md.
+// Inputs that broke other attention kernels, with the right values worked out by hand, so that an
+// error shared by the stages and the oracle would show. The numbers P01 … are those of
+// docs/cases.md.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -14,7 +15,8 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 class Cases : public StageTest {
  protected:
-  // All elements of a tensor by a function of (batch, head, row, column), rounded to the problem's type.
+  // All elements of a tensor by a function of (batch, head, row, column), rounded to the problem's
+  // type.
   template <typename F>
   static std::vector<uint16_t> fill(const Problem& p, const TensorLayout& layout, F&& f) {
     std::vector<uint16_t> bits(layout.extent(), 0xFFFF);
@@ -45,12 +47,14 @@ class Cases : public StageTest {
   void expect_row(int b, int h, int i, double want_o, double want_lse) const {
     const double ulp = problem_.dtype == DType::fp16 ? 0x1p-10 : 0x1p-7;
     for (int c = 0; c < problem_.head_dim; ++c) {
-      ASSERT_LE(std::abs(o(b, h, i, c) - want_o), ulp * std::abs(want_o)) << "row " << i << " column " << c;
+      ASSERT_LE(std::abs(o(b, h, i, c) - want_o), ulp * std::abs(want_o))
+          << "row " << i << " column " << c;
     }
     if (std::isinf(want_lse)) {
       ASSERT_EQ(lse(b, h, i), want_lse) << "row " << i;
     } else {
-      ASSERT_LE(std::abs(lse(b, h, i) - want_lse), 1e-5 * std::max(1.0, std::abs(want_lse))) << "row " << i;
+      ASSERT_LE(std::abs(lse(b, h, i) - want_lse), 1e-5 * std::max(1.0, std::abs(want_lse)))
+          << "row " << i;
     }
   }
 
@@ -64,8 +68,8 @@ const auto constant(double x) {
   return [x](int, int, int, int) { return x; };
 }
 
-// P01: one key and a huge score. Where the maximum is rounded apart from the scaled score, exp2 of the residual
-// is infinite.
+// P01: one key and a huge score. Where the maximum is rounded apart from the scaled score, exp2 of
+// the residual is infinite.
 TEST_P(Cases, P01HugeEqualLogits) {
   const Problem p = problem_of(1, 1, 1, 1, 1, 64, false, DType::bf16);
   const auto all = [&](const TensorLayout& layout) { return fill(p, layout, constant(133120)); };
@@ -89,7 +93,8 @@ TEST_P(Cases, P03SumsBeyondHalf) {
   run(p, {fill(p, layout_q(p), constant(50)), fill(p, layout_k(p), constant(50)),
           fill(p, layout_v(p), row_number)});
   for (int i = 0; i < 2; ++i) expect_row(0, 0, i, 31.5, 20000 + std::log(64));
-  run(p, {fill(p, layout_q(p), zero), fill(p, layout_k(p), constant(1)), fill(p, layout_v(p), constant(60000))});
+  run(p, {fill(p, layout_q(p), zero), fill(p, layout_k(p), constant(1)),
+          fill(p, layout_v(p), constant(60000))});
   for (int i = 0; i < 2; ++i) expect_row(0, 0, i, 60000, std::log(64));
 }
 
@@ -108,8 +113,8 @@ TEST_P(Cases, P04ScaleZero) {
   }
 }
 
-// P05: the default scale comes from the true head_dim, not from the tile's width. The first key's score is twice the
-// others', so that its weight tells the scale.
+// P05: the default scale comes from the true head_dim, not from the tile's width. The first key's
+// score is twice the others', so that its weight tells the scale.
 TEST_P(Cases, P05ScaleOfTrueHeadDim) {
   for (const int d : {40, 72, 80, 96}) {
     const Problem p = problem_of(1, 1, 1, 1, 9, d);
@@ -126,7 +131,8 @@ TEST_P(Cases, P05ScaleOfTrueHeadDim) {
 TEST_P(Cases, P11PaddingKeysWeighNothing) {
   for (const int seqlen_k : {1, 8, 63, 65, 127, 129, 257}) {
     const Problem p = problem_of(1, 1, 1, 2, seqlen_k, 64);
-    run(p, {fill(p, layout_q(p), zero), fill(p, layout_k(p), constant(1)), fill(p, layout_v(p), row_number)});
+    run(p, {fill(p, layout_q(p), zero), fill(p, layout_k(p), constant(1)),
+            fill(p, layout_v(p), row_number)});
     for (int i = 0; i < 2; ++i) expect_row(0, 0, i, (seqlen_k - 1) / 2.0, std::log(seqlen_k));
   }
 }
@@ -134,7 +140,8 @@ TEST_P(Cases, P11PaddingKeysWeighNothing) {
 // P07, P10: causal with more queries than keys; the first rows see no key at all.
 TEST_P(Cases, P10CausalMoreQueriesThanKeys) {
   const Problem p = problem_of(1, 1, 1, 5, 2, 64, true);
-  run(p, {fill(p, layout_q(p), zero), fill(p, layout_k(p), constant(1)), fill(p, layout_v(p), row_number)});
+  run(p, {fill(p, layout_q(p), zero), fill(p, layout_k(p), constant(1)),
+          fill(p, layout_v(p), row_number)});
   for (int i = 0; i < 3; ++i) expect_row(0, 0, i, 0, -kInfinity);
   expect_row(0, 0, 3, 0, 0);
   expect_row(0, 0, 4, 0.5, std::log(2));
@@ -143,11 +150,13 @@ TEST_P(Cases, P10CausalMoreQueriesThanKeys) {
 // P09: causal with fewer queries than keys; the mask is aligned bottom-right.
 TEST_P(Cases, P09CausalFewerQueriesThanKeys) {
   const Problem p = problem_of(1, 1, 1, 3, 128, 128, true);
-  run(p, {fill(p, layout_q(p), zero), fill(p, layout_k(p), constant(1)), fill(p, layout_v(p), row_number)});
+  run(p, {fill(p, layout_q(p), zero), fill(p, layout_k(p), constant(1)),
+          fill(p, layout_v(p), row_number)});
   for (int i = 0; i < 3; ++i) expect_row(0, 0, i, 62.5 + 0.5 * i, std::log(126 + i));
 }
 
-// P13: all of head_dim counts. Q and K are zero in the first 64 channels, and tell the keys apart after.
+// P13: all of head_dim counts. Q and K are zero in the first 64 channels, and tell the keys apart
+// after.
 TEST_P(Cases, P13UpperChannelsCount) {
   const Problem p = problem_of(1, 1, 1, 1, 4, 128);
   run(p, {fill(p, layout_q(p), [](int, int, int, int c) { return c < 64 ? 0.0 : 1.0; }),
@@ -169,7 +178,8 @@ TEST_P(Cases, P14NoKeys) {
   }
 }
 
-// P15: what lies behind the last key in a larger buffer is NaN, and shared memory holds NaN of an earlier problem.
+// P15: what lies behind the last key in a larger buffer is NaN, and shared memory holds NaN of an
+// earlier problem.
 TEST_P(Cases, P15NansBehindTheTail) {
   Problem p = problem_of(1, 2, 2, 70, 128, 64);
   const double nan = std::nan("");
@@ -207,15 +217,16 @@ TEST_P(Cases, P17Layouts) {
     Problem p = problem_of(2, 3, 3, 5, 5, 8);
     set_packed_strides(p, layout);
     const auto v = [](int b, int h, int i, int) { return 100.0 * b + 10.0 * h + i; };
-    run(p, {fill(p, layout_q(p), zero), fill(p, layout_k(p), constant(1)), fill(p, layout_v(p), v)});
+    run(p,
+        {fill(p, layout_q(p), zero), fill(p, layout_k(p), constant(1)), fill(p, layout_v(p), v)});
     for (int b = 0; b < 2; ++b) {
       for (int h = 0; h < 3; ++h) expect_row(b, h, 4, 100.0 * b + 10.0 * h + 2, std::log(5));
     }
   }
 }
 
-// P49: the running maximum moves by a lot from tile to tile, upwards and downwards; an inverted factor would be
-// infinite.
+// P49: the running maximum moves by a lot from tile to tile, upwards and downwards; an inverted
+// factor would be infinite.
 TEST_P(Cases, P49GrowingAndFallingLogits) {
   for (const bool growing : {true, false}) {
     const Problem p = problem_of(1, 1, 1, 1, 320, 64);
@@ -283,7 +294,8 @@ TEST_P(Cases, MergedHalves) {
     const double merged = std::max(l0, l1) + std::log1p(std::exp(-std::abs(l0 - l1)));
     ASSERT_NEAR(merged, want.l[i], 1e-5 * std::max(1.0, std::abs(merged)));
     for (int c = 0; c < 64; ++c) {
-      const double o0 = from_bits(part[0].o[i * 64 + c], half.dtype), o1 = from_bits(part[1].o[i * 64 + c], half.dtype);
+      const double o0 = from_bits(part[0].o[i * 64 + c], half.dtype),
+                   o1 = from_bits(part[1].o[i * 64 + c], half.dtype);
       ASSERT_NEAR(o0 * std::exp(l0 - merged) + o1 * std::exp(l1 - merged),
                   from_bits(want.o[i * 64 + c], whole.dtype), 4e-3);
     }

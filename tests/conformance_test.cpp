@@ -1,5 +1,6 @@
-// Every stage, on every target, keeps every convention of docs/notation.md: both types, any lengths, masks, grouped
-// heads, strides, scales. Each case compares all of O and L with the oracle.
+// Every stage, on every target, keeps every convention of docs/notation.md: both types, any
+// lengths, masks, grouped heads, strides, scales. Each case compares all of O and L with the
+// oracle.
 #include "stage_suite.h"
 
 #include <set>
@@ -87,7 +88,8 @@ const Case kCases[] = {
 
 class Conformance : public StageTest {};
 
-// The cases by group, so that a ctest entry says where it fails and a process is not started for each of them.
+// The cases by group, so that a ctest entry says where it fails and a process is not started for
+// each of them.
 void expect_right_in_both_types(const Stage& stage, const Case& c, uint64_t seed) {
   for (const DType dtype : {DType::fp16, DType::bf16}) {
     SCOPED_TRACE(std::string(c.name) + " " + name_of(dtype));
@@ -109,7 +111,8 @@ TEST_P(Conformance, LengthsAroundTileEdges) {
   for (const int seqlen_k : {1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 193}) {
     for (const int seqlen_q : {1, 32, 33, 64, 65}) {
       for (const bool causal : {false, true}) {
-        SCOPED_TRACE(testing::Message() << "Nq " << seqlen_q << " Nk " << seqlen_k << " causal " << causal);
+        SCOPED_TRACE(testing::Message()
+                     << "Nq " << seqlen_q << " Nk " << seqlen_k << " causal " << causal);
         const Problem p = problem_of(1, 1, 1, seqlen_q, seqlen_k, 64, causal,
                                      seqlen_k % 2 ? DType::fp16 : DType::bf16);
         expect_right(stage(), p, make_inputs(p, InputKind::moving_max, seqlen_q * 1000 + seqlen_k));
@@ -118,8 +121,9 @@ TEST_P(Conformance, LengthsAroundTileEdges) {
   }
 }
 
-// The real tensors of a text recogniser, whose oracle values were computed elsewhere (tests/data/README.md), are
-// checked by the command line's tests; here, a long one by the same oracle as all others.
+// The real tensors of a text recogniser, whose oracle values were computed elsewhere
+// (tests/data/README.md), are checked by the command line's tests; here, a long one by the same
+// oracle as all others.
 TEST_P(Conformance, LongerSequence) {
   const int length = stage().target == Target::model ? 320 : 2048;
   for (const bool causal : {false, true}) {
@@ -128,7 +132,8 @@ TEST_P(Conformance, LongerSequence) {
   }
 }
 
-// The batch may exceed 65535, the limit of a grid's y and z (case P18); on a card only, for its size.
+// The batch may exceed 65535, the limit of a grid's y and z (case P18); on a card only, for its
+// size.
 TEST_P(Conformance, BatchBeyondGridLimits) {
   if (stage().target == Target::model) GTEST_SKIP() << "65536 heads take the model too long";
   for (const bool many_heads : {false, true}) {
@@ -140,27 +145,34 @@ TEST_P(Conformance, BatchBeyondGridLimits) {
   }
 }
 
-// Stages that are built for several tile sizes are right with each of them, and run with the one that was asked for.
+// Stages that are built for several tile sizes are right with each of them, and run with the one
+// that was asked for.
 TEST_P(Conformance, EveryTileSize) {
   const int n = stage().target == Target::model ? 1 : 8;
   for (const int d : {64, 128}) {
     const std::vector<Tiles> candidates = tile_candidates(stage(), problem_of(1, 1, 1, 1, 1, d));
-    EXPECT_THROW(tiles_of(stage(), problem_of(1, 1, 1, 1, 1, d), {.tiles = {7, 9}}), std::invalid_argument);
+    EXPECT_THROW(tiles_of(stage(), problem_of(1, 1, 1, 1, 1, d), {.tiles = {7, 9}}),
+                 std::invalid_argument);
     if (candidates.size() < 2) continue;  // all other tests are of this one
     EXPECT_EQ(candidates.front(), stage().tiles(problem_of(1, 1, 1, 1, 1, d)));
     std::set<std::string> names;
-    for (const Tiles tiles : candidates) EXPECT_TRUE(names.insert(name_of(tiles)).second) << name_of(tiles) << " twice";
+    for (const Tiles tiles : candidates)
+      EXPECT_TRUE(names.insert(name_of(tiles)).second) << name_of(tiles) << " twice";
     for (const Tiles tiles : candidates) {
-      for (const auto& [seqlen_q, seqlen_k] : {std::pair{300, 300}, {129, 257}, {257, 65}, {1, 193}}) {
+      for (const auto& [seqlen_q, seqlen_k] :
+           {std::pair{300, 300}, {129, 257}, {257, 65}, {1, 193}}) {
         for (const bool causal : {false, true}) {
-          SCOPED_TRACE(testing::Message() << "tiles " << name_of(tiles) << " Nq " << seqlen_q << " Nk " << seqlen_k
-                                          << " causal " << causal);
-          const Problem p = problem_of(1, 2, 1, n * seqlen_q, n * seqlen_k, d, causal, causal ? DType::bf16 : DType::fp16);
+          SCOPED_TRACE(testing::Message() << "tiles " << name_of(tiles) << " Nq " << seqlen_q
+                                          << " Nk " << seqlen_k << " causal " << causal);
+          const Problem p = problem_of(1, 2, 1, n * seqlen_q, n * seqlen_k, d, causal,
+                                       causal ? DType::bf16 : DType::fp16);
           const Inputs inputs = make_inputs(p, InputKind::moving_max, 7);
           const ForwardRun run = run_forward(device(), stage(), p, inputs, {.tiles = tiles});
           EXPECT_EQ(compare(p, make_oracle(p, inputs, all_rows(p)), run.outputs).describe(), "");
-          if (!causal && run.ledger) {  // without a mask all tiles are visited: as many as there are of this size
-            const int64_t Tr = (p.seqlen_q + tiles.Br - 1) / tiles.Br, Tc = (p.seqlen_k + tiles.Bc - 1) / tiles.Bc;
+          if (!causal && run.ledger) {  // without a mask all tiles are visited: as many as there
+                                        // are of this size
+            const int64_t Tr = (p.seqlen_q + tiles.Br - 1) / tiles.Br,
+                          Tc = (p.seqlen_k + tiles.Bc - 1) / tiles.Bc;
             EXPECT_EQ(run.ledger->tiles_visited, p.batch_heads() * Tr * Tc);
           }
         }
@@ -178,10 +190,12 @@ TEST_P(Conformance, OneBlockForEachHead) {
     EXPECT_THROW(run_forward(device(), stage(), p, inputs, one_block), std::invalid_argument);
     return;
   }
-  for (const Problem& problem : {p, problem_of(1, 3, 3, 129, 65, 128), problem_of(1, 2, 2, 0, 40, 64)}) {
+  for (const Problem& problem :
+       {p, problem_of(1, 3, 3, 129, 65, 128), problem_of(1, 2, 2, 0, 40, 64)}) {
     const Inputs its = make_inputs(problem, InputKind::moving_max, 11);
     const ForwardRun run = run_forward(device(), stage(), problem, its, one_block);
-    EXPECT_EQ(compare(problem, make_oracle(problem, its, all_rows(problem)), run.outputs).describe(), "");
+    EXPECT_EQ(
+        compare(problem, make_oracle(problem, its, all_rows(problem)), run.outputs).describe(), "");
     if (run.ledger) {
       EXPECT_EQ(run.ledger->grid_blocks, problem.seqlen_q > 0 ? problem.batch_heads() : 0);
     }
@@ -189,7 +203,8 @@ TEST_P(Conformance, OneBlockForEachHead) {
 }
 
 #ifdef FLASHSTEPS_HAS_MODEL
-// On a card with the shared memory of a consumer's: stages whose tiles would not fit there take smaller ones.
+// On a card with the shared memory of a consumer's: stages whose tiles would not fit there take
+// smaller ones.
 TEST_P(Conformance, OnASmallerCard) {
   if (stage().target != Target::model) GTEST_SKIP() << "the model imitates the smaller card";
   struct Restore {
@@ -201,17 +216,21 @@ TEST_P(Conformance, OnASmallerCard) {
   small.capability = 89;
   small.shared_memory_per_block = 99 * 1024;
   model::set_options(small);
-  if (const auto why = why_not(stage(), problem_of(1, 1, 1, 16, 16, 64), device().info())) GTEST_SKIP() << *why;
+  if (const auto why = why_not(stage(), problem_of(1, 1, 1, 16, 16, 64), device().info()))
+    GTEST_SKIP() << *why;
   for (const int d : {64, 128}) {
     for (const bool causal : {false, true}) {
       SCOPED_TRACE(testing::Message() << "d " << d << " causal " << causal);
-      const Problem p = problem_of(1, 2, 1, 100, 150, d, causal, causal ? DType::bf16 : DType::fp16);
+      const Problem p =
+          problem_of(1, 2, 1, 100, 150, d, causal, causal ? DType::bf16 : DType::fp16);
       for (const Tiles tiles : tile_candidates(stage(), p)) {
         const Inputs inputs = make_inputs(p, InputKind::moving_max, 13);
         const ForwardRun run = run_forward(device(), stage(), p, inputs, {.tiles = tiles});
-        EXPECT_EQ(compare(p, make_oracle(p, inputs, all_rows(p)), run.outputs).describe(), "") << name_of(tiles);
+        EXPECT_EQ(compare(p, make_oracle(p, inputs, all_rows(p)), run.outputs).describe(), "")
+            << name_of(tiles);
       }
-      if (tile_candidates(stage(), p).empty()) expect_right(stage(), p, make_inputs(p, InputKind::moving_max, 13));
+      if (tile_candidates(stage(), p).empty())
+        expect_right(stage(), p, make_inputs(p, InputKind::moving_max, 13));
     }
   }
   const std::string id = stage().id;
@@ -239,8 +258,8 @@ TEST_P(Conformance, RunsAreBitwiseEqual) {
 FLASHSTEPS_FOR_ALL_STAGES(Conformance);
 
 #ifdef FLASHSTEPS_HAS_MODEL
-// Proves which of the two builds of a kernel ran: what runs on the model is in the ledger, and what is
-// meant for a card never runs there.
+// Proves which of the two builds of a kernel ran: what runs on the model is in the ledger, and what
+// is meant for a card never runs there.
 TEST(Targets, AStageRunsWhereItWasBuiltFor) {
   ASSERT_FALSE(all_stages().empty());
   const Problem p = problem_of(1, 1, 1, 16, 16, 64);

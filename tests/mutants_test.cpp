@@ -1,6 +1,7 @@
-// The tests' own test: takes one primitive out of a kernel at a time (a barrier, a wait, a mask, a shuffle …) and asks
-// that the conformance problems notice. Primitives are skipped at run time by their line, so nothing is recompiled. What
-// cannot be noticed is listed with a proof in tests/equivalent_mutants.md.
+// The tests' own test: takes one primitive out of a kernel at a time (a barrier, a wait, a mask, a
+// shuffle …) and asks that the conformance problems notice. Primitives are skipped at run time by
+// their line, so nothing is recompiled. What cannot be noticed is listed with a proof in
+// tests/equivalent_mutants.md.
 #include <fstream>
 #include <map>
 #include <set>
@@ -46,7 +47,8 @@ std::set<std::string> equivalent_mutants() {
     std::string file, kind;
     std::getline(cells, file, '|');
     std::getline(cells, kind, '|');
-    keys.insert(trimmed(file) + " | " + trimmed(kind) + " | " + line.substr(code + 1, end - code - 1));
+    keys.insert(trimmed(file) + " | " + trimmed(kind) + " | " +
+                line.substr(code + 1, end - code - 1));
   }
   return keys;
 }
@@ -76,7 +78,8 @@ enum class Outcome { survived, wrong_numbers, diagnosed };
 Outcome outcome_of(const Stage& stage, std::string* message) {
   for (const Killer& killer : killers()) {
     try {
-      const ForwardRun run = run_forward(*device_for(Target::model), stage, killer.problem, killer.inputs);
+      const ForwardRun run =
+          run_forward(*device_for(Target::model), stage, killer.problem, killer.inputs);
       *message = compare(killer.problem, killer.oracle, run.outputs).describe();
       if (!message->empty()) return Outcome::wrong_numbers;
     } catch (const model::Fault& fault) {
@@ -114,8 +117,9 @@ class Mutants : public StageTest {
   model::Options before_;
 };
 
-// In the fast tier the first site of each kind at one seed; in the full tier every site, and what synchronises at 20
-// seeds, each time diagnosed: the fault is named, not only seen in wrong numbers.
+// In the fast tier the first site of each kind at one seed; in the full tier every site, and what
+// synchronises at 20 seeds, each time diagnosed: the fault is named, not only seen in wrong
+// numbers.
 TEST_P(Mutants, AreNoticed) {
   std::string message;
   model::record_sites(true);
@@ -126,7 +130,8 @@ TEST_P(Mutants, AreNoticed) {
   std::set<SiteKind> kinds_tried;
   int tried = 0;
   for (const Site& site : model::sites()) {
-    if (site.file.rfind("common/stage/", 0) == 0) continue;  // the kernel that gives L has a test of its own
+    if (site.file.rfind("common/stage/", 0) == 0)
+      continue;  // the kernel that gives L has a test of its own
     if (!full_tier() && !kinds_tried.insert(site.kind).second) continue;
     ++tried;
     const bool listed = equivalent.count(key_of(site)) > 0;
@@ -136,15 +141,17 @@ TEST_P(Mutants, AreNoticed) {
       set_seed(seed);
       const Outcome outcome = outcome_of(stage(), &message);
       if (listed) {
-        EXPECT_EQ(outcome, Outcome::survived) << key_of(site) << "\nis listed as equivalent, yet: " << message;
+        EXPECT_EQ(outcome, Outcome::survived)
+            << key_of(site) << "\nis listed as equivalent, yet: " << message;
         continue;
       }
-      EXPECT_NE(outcome, Outcome::survived) << "not noticed: " << key_of(site) << " (line " << site.line << ", seed "
-                                            << seed << ")";
+      EXPECT_NE(outcome, Outcome::survived)
+          << "not noticed: " << key_of(site) << " (line " << site.line << ", seed " << seed << ")";
       if (is_synchronisation(site.kind)) {
         EXPECT_EQ(outcome, Outcome::diagnosed)
-            << "noticed, but not named: " << key_of(site) << " (line " << site.line << ", seed " << seed
-            << ")\n" << message;
+            << "noticed, but not named: " << key_of(site) << " (line " << site.line << ", seed "
+            << seed << ")\n"
+            << message;
       }
     }
     model::skip_site(std::nullopt);
@@ -172,7 +179,8 @@ TEST_P(Mutants, ACleanKernelRaisesNoAlarm) {
   for (int seed = 1; seed <= (full_tier() ? 50 : 3); ++seed) {
     set_seed(seed);
     std::string message;
-    EXPECT_EQ(outcome_of(stage(), &message), Outcome::survived) << "seed " << seed << ": " << message;
+    EXPECT_EQ(outcome_of(stage(), &message), Outcome::survived)
+        << "seed " << seed << ": " << message;
   }
 }
 

@@ -1,5 +1,5 @@
-// What the tests that go over the registered stages have in common: which stages there are, on which
-// devices, and how one is held to the oracle.
+// What the tests that go over the registered stages have in common: which stages there are, on
+// which devices, and how one is held to the oracle.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -64,8 +64,8 @@ inline std::string stage_label(const Stage& stage) {
 }
 
 // A problem with packed strides and the default scale.
-inline Problem problem_of(int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k, int head_dim,
-                          bool causal = false, DType dtype = DType::fp16) {
+inline Problem problem_of(int batch, int heads, int kv_heads, int seqlen_q, int seqlen_k,
+                          int head_dim, bool causal = false, DType dtype = DType::fp16) {
   Problem p;
   p.batch = batch;
   p.heads = heads;
@@ -85,7 +85,8 @@ inline Strides with_gaps(const Strides& packed) {
   return {packed.batch * 2 + 64, packed.head * 2 + 16, packed.row * 2};
 }
 
-// Runs the stage and compares every row of O and L with the oracle. Empty when all is right, else one line.
+// Runs the stage and compares every row of O and L with the oracle. Empty when all is right, else
+// one line.
 inline std::string verdict(const Stage& stage, const Problem& problem, const Inputs& inputs,
                            const Oracle& oracle) {
   try {
@@ -119,8 +120,8 @@ class StageTest : public testing::TestWithParam<const Stage*> {
   Device* device_ = nullptr;
 };
 
-#define FLASHSTEPS_FOR_ALL_STAGES(SUITE)                                              \
-  INSTANTIATE_TEST_SUITE_P(stage, SUITE, testing::ValuesIn(all_stages()),             \
+#define FLASHSTEPS_FOR_ALL_STAGES(SUITE)                                               \
+  INSTANTIATE_TEST_SUITE_P(stage, SUITE, testing::ValuesIn(all_stages()),              \
                            [](const auto& info) { return stage_label(*info.param); }); \
   GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(SUITE)
 
