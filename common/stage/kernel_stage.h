@@ -29,16 +29,32 @@ void dispatch(const Problem& p, F&& f) {
 /// `WorkspaceList workspaces(const Problem&)`, where forward takes tiles from the caller also
 /// `TileList candidates(const Problem&)`, and LSE: a function that computes L, or nullptr where
 /// forward writes it.
-#define FLASHSTEPS_STAGE_FOR(ID, NAME, SUMMARY, LSE, CAPABILITY, EXACT)                           \
-  namespace {                                                                                     \
-  void dispatch_forward(const Problem& p, const ForwardArgs& a, Stream stream) {                  \
-    dispatch(p, [&]<typename T, int D>() { forward<T, D>(p, a, stream); });                       \
-  }                                                                                               \
-  Stage stage_record = {ID,     NAME,  SUMMARY,    kTarget,    FLASHSTEPS_STAGE_FILE, CAPABILITY, \
-                        EXACT,  tiles, candidates, workspaces, dispatch_forward,      LSE,        \
-                        nullptr};                                                                 \
-  [[maybe_unused]] Stage* const registered_stage = register_stage(&stage_record);                 \
+#define FLASHSTEPS_STAGE_FOR(ID, NAME, SUMMARY, LSE, CAPABILITY, EXACT)           \
+  namespace {                                                                     \
+  void dispatch_forward(const Problem& p, const ForwardArgs& a, Stream stream) {  \
+    dispatch(p, [&]<typename T, int D>() { forward<T, D>(p, a, stream); });       \
+  }                                                                               \
+  Stage stage_record = {                                                          \
+      ID,      NAME,   SUMMARY,    kTarget,    FLASHSTEPS_STAGE_FILE, CAPABILITY, \
+      EXACT,   tiles,  candidates, workspaces, dispatch_forward,      LSE,        \
+      nullptr, nullptr};                                                          \
+  [[maybe_unused]] Stage* const registered_stage = register_stage(&stage_record); \
   }
 /// FLASHSTEPS_STAGE_FOR compute capability 8.0 and newer.
 #define FLASHSTEPS_STAGE(ID, NAME, SUMMARY, LSE) \
   FLASHSTEPS_STAGE_FOR(ID, NAME, SUMMARY, LSE, 80, false)
+
+/// Registers a stage of the backward pass, for compute capability 8.0 and newer. Expects in scope:
+/// `template <typename T, int D> void backward(const Problem&, const GradientStrides&, const
+/// BackwardArgs&, Stream)`, and `tiles`, `workspaces`, `candidates` as FLASHSTEPS_STAGE_FOR does.
+#define FLASHSTEPS_BACKWARD_STAGE(ID, NAME, SUMMARY)                                              \
+  namespace {                                                                                     \
+  void dispatch_backward(const Problem& p, const GradientStrides& strides, const BackwardArgs& a, \
+                         Stream stream) {                                                         \
+    dispatch(p, [&]<typename T, int D>() { backward<T, D>(p, strides, a, stream); });             \
+  }                                                                                               \
+  Stage stage_record = {                                                                          \
+      ID,         NAME,       SUMMARY, kTarget, FLASHSTEPS_STAGE_FILE, 80,     false, tiles,      \
+      candidates, workspaces, nullptr, nullptr, dispatch_backward,     nullptr};                  \
+  [[maybe_unused]] Stage* const registered_stage = register_stage(&stage_record);                 \
+  }

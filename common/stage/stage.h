@@ -43,6 +43,28 @@ struct ForwardArgs {
   bool one_block_per_head = false;  ///< stage 05: 04's grid in place of one block for each row tile
 };
 
+/// How to find elements of dO and of the gradients; as Problem has it for Q, K, V and O.
+struct GradientStrides {
+  Strides d_o{}, d_q{}, d_k{}, d_v{};
+};
+
+/// Device pointers of one backward pass. Shapes are those of the tensors that the gradients belong
+/// to; dO has O's.
+struct BackwardArgs {
+  const void* Q = nullptr;
+  const void* K = nullptr;
+  const void* V = nullptr;
+  const void* O = nullptr;
+  const void* dO = nullptr;
+  const float* L = nullptr;  ///< of the forward pass, natural logarithm, -inf in an empty row
+  void* dQ = nullptr;
+  void* dK = nullptr;
+  void* dV = nullptr;
+  void* workspace[4] = {};     ///< as WorkspaceList orders them
+  bool deterministic = false;  ///< dQ is summed in a fixed order
+  Tiles tiles{};               ///< where Stage::candidates has several: which; 0 x 0: Stage::tiles
+};
+
 /// An intermediate result that a stage keeps in global memory. It is allocated by the caller.
 struct WorkspaceBuffer {
   const char* name;  ///< the paper's symbol: "S", "P", "O_acc", "m", "l"
@@ -76,10 +98,14 @@ struct Stage {
   /// other than `tiles`.
   TileList (*candidates)(const Problem&);
   WorkspaceList (*workspaces)(const Problem&);
-  /// Computes O (and L, where `lse` is null). Launches on `stream` and does not wait.
+  /// Computes O (and L, where `lse` is null). Launches on `stream` and does not wait. Null for a
+  /// stage of the backward pass.
   void (*forward)(const Problem&, const ForwardArgs&, Stream);
   /// For stages whose forward leaves L to the small common kernel: computes L from the workspaces.
   void (*lse)(const Problem&, const ForwardArgs&, Stream);
+  /// Computes dQ, dK and dV from O, L and dO. Launches on `stream` and does not wait. Null for a
+  /// stage of the forward pass; a stage has one of the two.
+  void (*backward)(const Problem&, const GradientStrides&, const BackwardArgs&, Stream);
 
   Stage* next;  ///< the registry's list; set on registration
 };
