@@ -103,10 +103,10 @@ __device__ __forceinline__ float divide(float a, float b) {
 
 // --- dynamic shared memory ---
 
-/// The dynamic shared memory of the block, 128-byte aligned.
+/// The dynamic shared memory of the block, 1024-byte aligned.
 template <typename T>
 __device__ __forceinline__ T* dynamic_smem() {
-  extern __shared__ __align__(128) unsigned char flashsteps_dynamic_smem[];
+  extern __shared__ __align__(1024) unsigned char flashsteps_dynamic_smem[];
   return reinterpret_cast<T*>(flashsteps_dynamic_smem);
 }
 

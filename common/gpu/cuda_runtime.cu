@@ -328,5 +328,13 @@ int shared_memory_per_block() {
   return bytes;
 }
 
+int multiprocessor_count() {
+  int device = 0, count = 0;
+  check_cuda(cudaGetDevice(&device), "asking for the current card");
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+             "asking for the card's multiprocessors");
+  return count;
+}
+
 }  // namespace cuda_target
 }  // namespace flashsteps
