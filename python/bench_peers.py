@@ -4,9 +4,11 @@
     python3 python/bench_peers.py --json peers.json --svg peers.svg          08 beside FlashAttention-2 and cuDNN, 24 cells
     python3 python/bench_peers.py --ladder --json steps.json                 03 to 08, each beside the one before
     python3 python/bench_peers.py --math                                     02d and 08 beside PyTorch's math attention
+    python3 python/bench_peers.py --pass bwd                                 the backward pass: 09, and 09 deterministic
 
 A stage is called through libflashsteps.so, on torch's tensors and stream. `--stage` takes ids between commas, each with a
-variant if wanted: `07:64x64` is 07 with these tiles, `05:bh` is 05 with the grid of 04. Peers are backends of
+variant if wanted: `07:64x64` is 07 with these tiles, `05:bh` is 05 with the grid of 04, `09:det` is 09 with dQ summed in a
+fixed order. Peers are backends of
 scaled_dot_product_attention: `flash` (FlashAttention-2), `cudnn`, `math` as it comes (it computes 16-bit inputs in fp32),
 `math16` (all of it in 16 bits).
 
@@ -16,6 +18,10 @@ rounds of the ratio of milliseconds. Before it is timed, every output is compare
 fp32: for each (batch, head) and block of 64 rows the largest error is at most twice that of the same arithmetic with P and O
 rounded to 16 bits, plus two units in the last place; of long sequences whole random heads are compared. FLOPs are
 4 · batch · heads · d · pairs, with N (N + 1) / 2 pairs under the causal mask.
+
+With `--pass bwd` the backward pass is timed, alone: O and L are computed before, those of 09 by the last forward stage of the
+library, those of a peer by its own forward pass, and a peer is torch.autograd.grad with the graph kept. dQ, dK and dV are
+compared likewise (rounded are P, dS, O in rowsum(dO ∘ O), and the gradients), and FLOPs are 2.5 times those of the forward pass.
 
 Exit status: 0 all right, 1 a stage gave wrong values, 2 bad input, 3 no torch, no card or nothing that can run on it.
 """
@@ -48,6 +54,7 @@ WARMUP_MS = 30
 REPS = 3  # measurements of a round, fewer where they take long
 ROUND_MS = 60  # that they may take
 LONGEST_SPIN_US = 20_000
+FP32_ERROR = 2**-20  # of dP - D, in units of |dO| (|V| + |O|): docs/method.md
 CHECKED_PAIRS = 2**30  # (query, key) pairs of the heads that are compared
 CHUNK_PAIRS = 2**28  # at once: 1 GiB of scores in fp32
 
@@ -73,8 +80,8 @@ class Cell(NamedTuple):
         """Visible (query, key) pairs of one head."""
         return self.seqlen * (self.seqlen + 1) // 2 if self.causal else self.seqlen**2
 
-    def flops(self):
-        return 4 * self.batch * self.heads * self.head_dim * self.pairs()
+    def flops(self, backward=False):
+        return (10 if backward else 4) * self.batch * self.heads * self.head_dim * self.pairs()
 
 
 class Run(NamedTuple):
@@ -83,6 +90,8 @@ class Run(NamedTuple):
     stage: str = ""
     tiles: tuple = (0, 0)
     bh: bool = False
+    backward: bool = False
+    deterministic: bool = False
 
 
 # What a setting fixes: lengths, head dimensions, masks; batch and heads by length and head dimension.
@@ -109,8 +118,8 @@ def cells_of(setting, seqlens=None, head_dims=None, masks=None, batch=None, head
     return cells
 
 
-def parse_runs(text, tiles=None, bh=False):
-    """The runs that --stage, --tiles and --grid bh mean. Raises ValueError."""
+def parse_runs(text, tiles=None, bh=False, backward=False):
+    """The runs of one pass that --stage, --tiles and --grid bh mean. Raises ValueError."""
     runs = []
 
     def add(run):
@@ -118,11 +127,20 @@ def parse_runs(text, tiles=None, bh=False):
             runs.append(run)
 
     for word in text.split(","):
-        match = re.fullmatch(r"(\d\d[a-z]?)(?::(bh|(\d+)x(\d+)))?", word)
+        match = re.fullmatch(r"(\d\d[a-z]?)(?::(?:(bh)|(\d+)x(\d+)))?(:det)?", word)
         if not match:
-            raise ValueError(f"{word!r} is no stage; allowed: ids as in 08 or 02d, with :BRxBC or :bh behind them")
-        stage, variant, rows, keys = match.groups()
-        if variant == "bh":
+            raise ValueError(f"{word!r} is no stage; allowed: ids as in 08 or 02d, with :BRxBC, :bh or :det behind them")
+        stage, grid, rows, keys, deterministic = match.groups()
+        variant = grid or rows
+        if backward:
+            if grid:
+                raise ValueError(f"{word!r}: :bh is for 05, which is of the forward pass")
+            chosen = (int(rows), int(keys)) if rows else tiles or (0, 0)
+            name = f"{stage}:{chosen[0]}x{chosen[1]}{deterministic or ''}" if chosen[0] else word
+            add(Run(name, stage, chosen, backward=True, deterministic=deterministic is not None))
+        elif deterministic:
+            raise ValueError(f"{word!r}: :det is for the backward pass; --pass is fwd")
+        elif variant == "bh":
             add(Run(word, stage, bh=True))
         elif variant:
             add(Run(word, stage, (int(rows), int(keys))))
@@ -154,17 +172,21 @@ def ladder_runs(runs, cell, tiles_of):
 
 def problem_args(run, cell, dtype):
     """The call of a run, without tensors."""
-    return abi.ForwardArgs(
-        stage=run.stage.encode(), target=abi.CUDA, dtype=abi.FP16 if dtype == "fp16" else abi.BF16, batch=cell.batch,
-        heads=cell.heads, kv_heads=cell.heads, seqlen_q=cell.seqlen, seqlen_k=cell.seqlen, head_dim=cell.head_dim,
-        scale=1 / math.sqrt(cell.head_dim), causal=cell.causal, tile_rows=run.tiles[0], tile_keys=run.tiles[1],
-        one_block_per_head=run.bh)
+    args = abi.BackwardArgs(deterministic=run.deterministic) if run.backward else abi.ForwardArgs(one_block_per_head=run.bh)
+    for name, value in dict(
+            stage=run.stage.encode(), target=abi.CUDA, dtype=abi.FP16 if dtype == "fp16" else abi.BF16, batch=cell.batch,
+            heads=cell.heads, kv_heads=cell.heads, seqlen_q=cell.seqlen, seqlen_k=cell.seqlen, head_dim=cell.head_dim,
+            scale=1 / math.sqrt(cell.head_dim), causal=cell.causal, tile_rows=run.tiles[0], tile_keys=run.tiles[1]).items():
+        setattr(args, name, value)
+    return args
 
 
 def grid_blocks(run, cell, tiles):
-    """Blocks of the kernel that writes O; None for a stage without tiles."""
+    """Blocks of the kernel that writes O, or dK and dV; None for a stage without tiles."""
     if tiles[0] == 0:
         return None
+    if run.backward:
+        return cell.batch * cell.heads * -(-cell.seqlen // tiles[1])
     one_block = run.bh or run.stage == "04"
     return cell.batch * cell.heads * (1 if one_block else -(-cell.seqlen // tiles[0]))
 
@@ -263,8 +285,30 @@ class Contender:
         self.plan, self.round_ms, self.host_bound, self.facts = None, [], False, {}
 
 
+def backend_of(torch, name):
+    """The backend of scaled_dot_product_attention that a peer is, and the context in which its forward pass runs. Raises
+    RuntimeError."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    backend = {"math": SDPBackend.MATH, "math16": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
+               "cudnn": SDPBackend.CUDNN_ATTENTION}[name]
+    allow = getattr(torch.backends.cuda, "allow_fp16_bf16_reduction_math_sdp", None)
+    if name == "math16" and not allow:
+        raise RuntimeError(f"torch {torch.__version__} has no such mode; its math computes in 16 bits")
+
+    @contextlib.contextmanager
+    def context():
+        if allow:
+            allow(name == "math16")
+        with sdpa_kernel([backend]):
+            yield
+
+    return context
+
+
 class Bench:
     """One cell on the card: tensors, contenders, checks and times."""
+
+    TENSORS_OF_A_SET, INPUTS_OF_A_SET = 5, 3  # as large as Q: what rotates, and what of it is read
 
     def __init__(self, torch, library, options, cell):
         self.torch, self.library, self.options, self.cell = torch, library, options, cell
@@ -273,7 +317,7 @@ class Bench:
         tensor_bytes = 2 * cell.batch * cell.heads * cell.seqlen * cell.head_dim
         cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 64 << 20)
         free, _ = torch.cuda.mem_get_info()
-        count = rotating_sets(3 * tensor_bytes, 5 * tensor_bytes, cache, free // 4)
+        count = rotating_sets(self.INPUTS_OF_A_SET * tensor_bytes, self.TENSORS_OF_A_SET * tensor_bytes, cache, free // 4)
         self.generator = torch.Generator(device="cuda").manual_seed(options.seed)
         self.sets = [tuple(self.tensor() for _ in range(3)) for _ in range(count)]
         self.outputs = [torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device="cuda") for q, _, _ in self.sets]
@@ -344,19 +388,12 @@ class Bench:
     def peer(self, run):
         """The contender of a backend of scaled_dot_product_attention. Raises RuntimeError where it cannot run."""
         torch = self.torch
-        from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
-        backend = {"math": SDPBackend.MATH, "math16": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
-                   "cudnn": SDPBackend.CUDNN_ATTENTION}[run.name]
-        allow = getattr(torch.backends.cuda, "allow_fp16_bf16_reduction_math_sdp", None)
-        if run.name == "math16" and not allow:
-            raise RuntimeError(f"torch {torch.__version__} has no such mode; its math computes in 16 bits")
+        forward_context = backend_of(torch, run.name)
 
         @contextlib.contextmanager
         def context():
-            if allow:
-                allow(run.name == "math16")
-            with torch.no_grad(), sdpa_kernel([backend]):
+            with torch.no_grad(), forward_context():
                 yield
 
         def launch(i):
@@ -469,6 +506,142 @@ class Bench:
         return contenders
 
 
+class BackwardBench(Bench):
+    """The same of the backward pass: O and L are computed before, and not timed."""
+
+    TENSORS_OF_A_SET, INPUTS_OF_A_SET = 9, 5
+
+    def __init__(self, torch, library, options, cell):
+        super().__init__(torch, library, options, cell)
+        self.gradients_of_o = [self.tensor() for _ in self.sets]
+        self.lses = [torch.empty((cell.batch, cell.heads, cell.seqlen), dtype=torch.float32, device="cuda") for _ in self.sets]
+        # Of one set; the rotation is for what is read.
+        self.gradients = tuple(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") for x in self.sets[0])
+        self.forward_done = False
+
+    def run_forward(self):
+        """O and L of every set, by the last forward stage of the library."""
+        if self.forward_done:
+            return
+        stage = self.library.stages(abi.CUDA)[-1]
+        workspace = self.workspace
+        bytes_needed = self.library.workspace_bytes(problem_args(Run(stage, stage), self.cell, self.options.dtype))
+        if bytes_needed:
+            self.workspace = self.torch.empty(bytes_needed, dtype=self.torch.uint8, device="cuda")
+        for number, lse in enumerate(self.lses):
+            self.lse = lse
+            self.library.forward(super().stage_args(Run(stage, stage), number, True))
+        self.torch.cuda.synchronize()
+        self.workspace, self.forward_done = workspace, True
+
+    def stage_args(self, run, number, with_lse=True):
+        args = problem_args(run, self.cell, self.options.dtype)
+        tensors = {**dict(zip("qkv", self.sets[number])), "o": self.outputs[number], "d_o": self.gradients_of_o[number],
+                   **dict(zip(("dq", "dk", "dv"), self.gradients))}
+        for name, tensor in tensors.items():
+            setattr(args, name, tensor.data_ptr())
+            setattr(args, f"{name}_strides", abi.Strides(*tensor.stride()[:3]))
+        args.l = self.lses[number].data_ptr()
+        args.stream = self.torch.cuda.current_stream().cuda_stream
+        if self.workspace is not None:
+            args.workspace, args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
+        return args
+
+    def stage(self, run):
+        self.run_forward()
+        for filled in self.gradients:
+            filled.fill_(math.nan)
+        if self.workspace is not None:
+            self.workspace.fill_(0xFF)
+        tiles = self.library.tiles(problem_args(run, self.cell, self.options.dtype))
+        args = [self.stage_args(run, number) for number in range(len(self.sets))]
+        backward = self.library.backward
+        backward(args[0])
+        self.torch.cuda.synchronize()
+        contender = Contender(run, lambda i: backward(args[i % len(args)]))
+        contender.facts.update(stage=run.stage, deterministic=run.deterministic)
+        if tiles[0]:
+            contender.facts["tiles"] = {"Br": tiles[0], "Bc": tiles[1]}
+            contender.facts["grid_blocks"] = grid_blocks(run, self.cell, tiles)
+        contender.facts["check"] = self.check(self.gradients)
+        return contender
+
+    def peer(self, run):
+        torch = self.torch
+        from torch.nn.functional import scaled_dot_product_attention
+        graphs = []
+        with backend_of(torch, run.name)():
+            for tensors in self.sets:
+                leaves = tuple(x.detach().requires_grad_() for x in tensors)
+                graphs.append((scaled_dot_product_attention(*leaves, is_causal=self.cell.causal, scale=self.scale), leaves))
+
+        def launch(i):
+            output, leaves = graphs[i % len(graphs)]
+            return torch.autograd.grad(output, leaves, self.gradients_of_o[i % len(graphs)], retain_graph=True)
+
+        contender = Contender(run, launch)
+        contender.facts["check"] = self.check(launch(0))
+        return contender
+
+    def reference(self):
+        """For chunks of the sampled heads: their indices, and for dQ, dK and dV the gradient in fp32 and its bound for each
+        block of 64 rows."""
+        if self.truth is not None:
+            return self.truth
+        torch, n, self.truth = self.torch, self.cell.seqlen, []
+        q, k, v, d_o = (x.reshape(-1, n, self.cell.head_dim) for x in (*self.sets[0], self.gradients_of_o[0]))
+        hidden = torch.ones(n, n, dtype=torch.bool, device="cuda").triu_(1) if self.cell.causal else None
+        step = max(1, CHUNK_PAIRS // (2 * n**2))  # P and dS at a time
+        norm = lambda x: (x * x).sum(dim=2) ** 0.5
+        for begin in range(0, len(self.heads), step):
+            at = torch.tensor(self.heads[begin:begin + step], device="cuda")
+            queries, keys, values, of_o = (x[at].float() for x in (q, k, v, d_o))
+            p = (queries @ keys.transpose(1, 2)) * self.scale
+            if hidden is not None:
+                p.masked_fill_(hidden, -math.inf)
+            p.sub_(torch.logsumexp(p, dim=2)[..., None]).exp_()
+            o = p @ values
+            d_p = of_o @ values.transpose(1, 2)
+            exact_d = (of_o * o).sum(dim=2)
+            rounded_d = (of_o * o.to(self.dtype).float()).sum(dim=2)
+            # What dP - D may be off because both are summed in fp32, carried through (docs/method.md).
+            error = p * (norm(values)[:, None, :] + norm(o)[..., None]) * (norm(of_o) * FP32_ERROR * self.scale)[..., None]
+            errors = (self.row_block_max(error.sum(dim=2)) * float(keys.abs().max()),
+                      self.row_block_max(error.sum(dim=1)) * float(queries.abs().max()), 0.0)
+            del error
+
+            def gradients(weights, d_s, queries=queries, keys=keys, of_o=of_o):
+                return ((d_s @ keys) * self.scale, (d_s.transpose(1, 2) @ queries) * self.scale,
+                        weights.transpose(1, 2) @ of_o)
+
+            exact = gradients(p, p * (d_p - exact_d[..., None]))
+            rounded = gradients(p.to(self.dtype).float(), (p * (d_p - rounded_d[..., None])).to(self.dtype).float())
+            bounds = [2 * self.block_max(r.to(self.dtype).float() - x) + 2 * self.ulp(self.block_max(x)) + e
+                      for r, x, e in zip(rounded, exact, errors)]
+            self.truth.append((at, list(zip(exact, bounds))))
+        return self.truth
+
+    def row_block_max(self, x):
+        """block_max() of one number a row."""
+        return self.block_max(x[..., None])
+
+    def check(self, gradients):
+        torch, n, d = self.torch, self.cell.seqlen, self.cell.head_dim
+        finite = all(bool(torch.isfinite(x).all()) for x in gradients)
+        result = {"ok": finite, "finite": finite, "share_of_bound": 0.0, "heads": len(self.heads)}
+        for number, (name, gradient) in enumerate(zip(("dQ", "dK", "dV"), gradients)):
+            flat, ok, worst, max_error = gradient.reshape(-1, n, d), True, 0.0, 0.0
+            for at, tensors in self.reference():
+                wanted, bound = tensors[number]
+                error = self.block_max(flat[at].float() - wanted)
+                ok = ok and bool((error <= bound).all())
+                worst, max_error = max(worst, float((error / bound).max())), max(max_error, float(error.max()))
+            result[name] = {"ok": ok, "max_abs_err": min(max_error, 1e9), "share_of_bound": min(worst, 1e9)}
+            result["ok"] = result["ok"] and ok
+            result["share_of_bound"] = max(result["share_of_bound"], result[name]["share_of_bound"])
+        return result
+
+
 def measure_ceilings(torch, stopwatch, options):
     """What this card reaches on random data, measured as stages are: a copy in TB/s (bytes read and written), a bf16 product
     of 8192 x 8192 matrices in TFLOP/s."""
@@ -508,11 +681,12 @@ def cell_report(cell, contenders, left_out, options, ceilings):
     report = {"setting": cell.setting,
               "problem": {"batch": cell.batch, "heads": cell.heads, "kv_heads": cell.heads, "seqlen_q": cell.seqlen,
                           "seqlen_k": cell.seqlen, "head_dim": cell.head_dim, "dtype": options.dtype,
-                          "causal": cell.causal, "layout": options.layout, "flops": cell.flops()},
+                          "causal": cell.causal, "layout": options.layout, "pass": options.direction,
+                          "flops": cell.flops(options.backward)},
               "runs": [], "speedups": {}, "left_out": left_out}
     for contender in contenders:
         ms = statistics.median(contender.round_ms)
-        tflops = cell.flops() / ms / 1e9
+        tflops = cell.flops(options.backward) / ms / 1e9
         entry = {"name": contender.run.name, **contender.facts, "round_ms": contender.round_ms, "median_ms": ms,
                  "tflops": tflops, "launches": contender.plan[0], "reps": contender.plan[1]}
         entry["percent_of_ceiling"] = 100 * tflops / ceilings["matmul_tflops"]
@@ -542,7 +716,7 @@ def time_cell(torch, library, stopwatch, options, cell, ceilings, progress):
     try:
         runs = ladder_runs(options.runs, cell, tiles_of) if options.ladder else options.runs
         runs = runs + [Run(name) for name in options.peers]
-        bench = Bench(torch, library, options, cell)
+        bench = (BackwardBench if options.backward else Bench)(torch, library, options, cell)
         contenders = bench.run(stopwatch, runs, progress)
         left_out = bench.left_out
     except abi.Error as error:
@@ -712,7 +886,9 @@ def parse(arguments=None):
     mode.add_argument("--math", action="store_true", help="02d and 08 beside PyTorch's math attention, N 2048, d 128")
     parser.add_argument("--library", default=ROOT / "build/cuda/lib/libflashsteps.so", metavar="FILE",
                         help="libflashsteps.so (default: %(default)s)")
-    parser.add_argument("--stage", help="stages between commas, as in 02d,07:64x64,08 (default: by mode)")
+    parser.add_argument("--pass", dest="direction", choices=("fwd", "bwd"), default="fwd",
+                        help="which pass is timed (default: fwd)")
+    parser.add_argument("--stage", help="stages between commas, as in 02d,07:64x64,08 or 09,09:det (default: by mode)")
     parser.add_argument("--tiles", type=tile_sizes, metavar="BRxBC", help="tiles of the stages from 07 on")
     parser.add_argument("--grid", choices=("bh",), help="bh: times 05 in the grid of 04, too")
     parser.add_argument("--peers", type=lambda text: a_list(str, PEERS)(text) if text else [],
@@ -732,14 +908,19 @@ def parse(arguments=None):
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     parser.add_argument("--svg", metavar="FILE", help="draw it there; needs gnuplot")
     options = parser.parse_args(arguments)
+    options.backward = options.direction == "bwd"
+    if options.backward and (options.ladder or options.grid):
+        refuse(f"--pass bwd has no {'--ladder' if options.ladder else '--grid'}: it is of the forward pass")
     settings, stages, peers, layout = (
         (["full", "few", "course"], "03,04,05,06,07,08", [], "bshd") if options.ladder else
         (["math"], "02d,08", ["math", "math16"], "bhsd") if options.math else
         (["course"], "08", ["flash", "cudnn"], "bshd"))
+    if options.backward:
+        stages, peers = "09,09:det", ["math"] if options.math else peers
     options.layout = options.layout or layout
     options.peers = peers if options.peers is None else options.peers
     try:
-        options.runs = parse_runs(options.stage or stages, options.tiles, options.grid == "bh")
+        options.runs = parse_runs(options.stage or stages, options.tiles, options.grid == "bh", options.backward)
     except ValueError as error:
         refuse(f"--stage: {error}")
     options.cells = [cell for setting in options.setting or settings
@@ -753,7 +934,8 @@ def resolve(runs, known):
     for run in runs:
         ids = [name for name in known if name == run.stage or (len(run.stage) == 2 and name.startswith(run.stage))]
         if not ids:
-            raise ValueError(f"there is no stage {run.stage!r}; there are {', '.join(known)}")
+            raise ValueError(f"there is no stage {run.stage!r}{' of the backward pass' if run.backward else ''}; there are "
+                             f"{', '.join(known) or 'none'}")
         resolved.append(run._replace(stage=ids[-1], name=run.name.replace(run.stage, ids[-1], 1)))
     return list(dict.fromkeys(resolved))
 
@@ -768,7 +950,8 @@ def main(arguments=None):
         refuse("torch sees no CUDA card", 3)
     try:
         library = abi.Library(options.library)
-        options.runs = resolve(options.runs, library.stages(abi.CUDA))
+        known = library.backward_stages if options.backward else library.stages
+        options.runs = resolve(options.runs, known(abi.CUDA))
     except abi.Error as error:
         refuse(f"--library: {error}")
     except ValueError as error:

@@ -259,6 +259,8 @@ def main():
             launches = profile(options, stage["stage"], metrics, folder)
             lse = [row for row in launches if "lse_from_" in row["Kernel Name"]]
             own = [row for row in launches if "lse_from_" not in row["Kernel Name"]]
+            if stage.get("pass") == "backward":  # after the forward stage that gives it O and L
+                own, lse = own[-stage["counts"]["launches"]:], []
             entry = {"stage": stage["stage"], "kernels": [row["Kernel Name"] for row in own]}
             for key, rows, ledger in (("forward", own, stage["counts"]), ("lse", lse, stage.get("lse_counts"))):
                 if ledger is None:

@@ -4,7 +4,7 @@
     args = ForwardArgs(stage=b"08", target=CUDA, dtype=BF16, batch=…, q=q.data_ptr(), q_strides=Strides(…), …)
     library.forward(args)
 
-Shapes, strides, units and errors are those of the header.
+BackwardArgs and library.backward() likewise. Shapes, strides, units and errors are those of the header.
 """
 import ctypes
 import pathlib
@@ -12,7 +12,7 @@ import pathlib
 OK, FAILED, BAD_INPUT, UNAVAILABLE = range(4)  # flashsteps_status
 FP16, BF16 = range(2)  # flashsteps_dtype
 MODEL, CUDA = range(2)  # flashsteps_target
-VERSION = 100  # that this file was written for
+VERSION = 200  # that this file was written for
 
 
 class Error(RuntimeError):
@@ -47,6 +47,27 @@ class ForwardArgs(ctypes.Structure):
         super().__init__(size=ctypes.sizeof(ForwardArgs), **members)
 
 
+class BackwardArgs(ctypes.Structure):
+    """flashsteps_backward_args. What is not named is 0."""
+    _fields_ = [
+        ("size", ctypes.c_uint64), ("stage", ctypes.c_char_p), ("target", ctypes.c_int32), ("dtype", ctypes.c_int32),
+        ("batch", ctypes.c_int32), ("heads", ctypes.c_int32), ("kv_heads", ctypes.c_int32),
+        ("seqlen_q", ctypes.c_int32), ("seqlen_k", ctypes.c_int32), ("head_dim", ctypes.c_int32),
+        ("scale", ctypes.c_float), ("causal", ctypes.c_int32),
+        ("q", ctypes.c_void_p), ("k", ctypes.c_void_p), ("v", ctypes.c_void_p), ("o", ctypes.c_void_p),
+        ("d_o", ctypes.c_void_p), ("l", ctypes.c_void_p),
+        ("dq", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
+        ("q_strides", Strides), ("k_strides", Strides), ("v_strides", Strides), ("o_strides", Strides),
+        ("d_o_strides", Strides), ("dq_strides", Strides), ("dk_strides", Strides), ("dv_strides", Strides),
+        ("stream", ctypes.c_void_p), ("workspace", ctypes.c_void_p), ("workspace_bytes", ctypes.c_uint64),
+        ("tile_rows", ctypes.c_int32), ("tile_keys", ctypes.c_int32), ("deterministic", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+    def __init__(self, **members):
+        super().__init__(size=ctypes.sizeof(BackwardArgs), **members)
+
+
 class Library:
     """The library in one file. Raises Error(BAD_INPUT) where it is not there or not ours."""
 
@@ -54,13 +75,15 @@ class Library:
         self.path = pathlib.Path(path).resolve()
         try:
             self._library = ctypes.CDLL(str(self.path))
-            for name, arguments, result in (
-                    ("forward", [ctypes.POINTER(ForwardArgs)], ctypes.c_int),
-                    ("forward_workspace", [ctypes.POINTER(ForwardArgs), ctypes.POINTER(ctypes.c_uint64)], ctypes.c_int),
-                    ("forward_tiles", [ctypes.POINTER(ForwardArgs)] + 2 * [ctypes.POINTER(ctypes.c_int32)],
-                     ctypes.c_int),
-                    ("last_error", [], ctypes.c_char_p), ("stages", [ctypes.c_int32], ctypes.c_char_p),
-                    ("version", [], ctypes.c_int32), ("commit", [], ctypes.c_char_p)):
+            functions = [("last_error", [], ctypes.c_char_p), ("stages", [ctypes.c_int32], ctypes.c_char_p),
+                         ("backward_stages", [ctypes.c_int32], ctypes.c_char_p),
+                         ("version", [], ctypes.c_int32), ("commit", [], ctypes.c_char_p)]
+            for name, args in (("forward", ForwardArgs), ("backward", BackwardArgs)):
+                functions += [(name, [ctypes.POINTER(args)], ctypes.c_int),
+                              (f"{name}_workspace", [ctypes.POINTER(args), ctypes.POINTER(ctypes.c_uint64)], ctypes.c_int),
+                              (f"{name}_tiles", [ctypes.POINTER(args)] + 2 * [ctypes.POINTER(ctypes.c_int32)],
+                               ctypes.c_int)]
+            for name, arguments, result in functions:
                 function = getattr(self._library, f"flashsteps_{name}")
                 function.argtypes, function.restype = arguments, result
         except (OSError, AttributeError) as error:
@@ -78,19 +101,35 @@ class Library:
         """Queues the forward pass on args.stream (or runs it, on the CPU model)."""
         self._check(self._library.flashsteps_forward(args))
 
+    def backward(self, args):
+        """Queues the backward pass, likewise."""
+        self._check(self._library.flashsteps_backward(args))
+
+    def _of_pass(self, args, name):
+        """The function of this name for the pass that the arguments are of."""
+        return getattr(self._library, f"flashsteps_{'backward' if isinstance(args, BackwardArgs) else 'forward'}_{name}")
+
     def workspace_bytes(self, args):
         """What args.workspace must hold."""
         answer = ctypes.c_uint64()
-        self._check(self._library.flashsteps_forward_workspace(args, answer))
+        self._check(self._of_pass(args, "workspace")(args, answer))
         return answer.value
 
     def tiles(self, args):
-        """(Br, Bc) that forward() uses; (0, 0) for a stage without tiles."""
+        """(Br, Bc) that forward() or backward() uses; (0, 0) for a stage without tiles."""
         rows, keys = ctypes.c_int32(), ctypes.c_int32()
-        self._check(self._library.flashsteps_forward_tiles(args, rows, keys))
+        self._check(self._of_pass(args, "tiles")(args, rows, keys))
         return rows.value, keys.value
 
     def stages(self, target):
-        """The ids of the stages for MODEL or CUDA."""
-        ids = self._library.flashsteps_stages(target).decode()
+        """The ids of the stages of the forward pass for MODEL or CUDA."""
+        return self._ids(self._library.flashsteps_stages(target))
+
+    def backward_stages(self, target):
+        """The same of the backward pass."""
+        return self._ids(self._library.flashsteps_backward_stages(target))
+
+    @staticmethod
+    def _ids(answer):
+        ids = answer.decode()
         return ids.split(",") if ids else []

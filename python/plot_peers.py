@@ -75,7 +75,8 @@ def script_of(result):
             'background "white"\n'
             "set border 3\nset tics nomirror out\nset grid ytics lc rgb \"#dddddd\"\nset key below center horizontal samplen 1\n"
             'set ylabel "TFLOP/s"\n')
-    heading = f"Forward on {result.get('device', {}).get('name', 'an unknown card')}"
+    backward = any(cell["problem"].get("pass") == "bwd" for cells in panels.values() for cell in cells)
+    heading = f"{'Backward' if backward else 'Forward'} on {result.get('device', {}).get('name', 'an unknown card')}"
     body = f"set multiplot layout {rows},{columns} title {quoted(heading)}\n"
     return head, body + "".join(panel_script(title, cells, ceiling, top) for title, cells in panels.items()) + "unset multiplot\n"
 

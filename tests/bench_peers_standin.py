@@ -3,7 +3,8 @@
 
 A stand-in for torch, of NumPy arrays, takes the place of the real one, and the stages run on the CPU model, on the arrays'
 memory; so all of the benchmark is run but for the card. Its times mean nothing. FAULT is "none", or "wrong" to spoil the
-stages' output, "nan" to leave out its last row, "lse" to spoil L, "flash" for a torch without that backend. fp16 alone.
+stages' output, "nan" to leave out its last row, "lse" to spoil L, "flash" for a torch without that backend; of the backward
+pass "dq", "dk" or "dv" to spoil that gradient, and "nan" likewise. fp16 alone.
 """
 import contextlib
 import pathlib
@@ -35,6 +36,9 @@ class Tensor(np.ndarray):
     def fill_(self, value): self[...] = value; return self
     def sub_(self, other): self[...] -= other; return self
     def exp_(self): np.exp(self, out=self); return self
+    def detach(self): return self
+    def requires_grad_(self): return self
+    def sum(self, dim=None, **more): return np.ndarray.sum(self, axis=more.pop("axis", dim), **more)
     def masked_fill_(self, mask, value): self[np.broadcast_to(mask, self.shape)] = value; return self
 
 
@@ -61,13 +65,30 @@ class Event:
     def elapsed_time(self, other): return 1e3 * (other.at - self.at)
 
 
-def attention(q, k, v, is_causal, scale):
-    """What a backend of scaled_dot_product_attention gives."""
+def softmax_of(q, k, is_causal, scale):
     scores = (q.float() @ k.float().transpose(-1, -2)) * np.float32(scale)
     if is_causal:
         scores[..., np.triu(np.ones(scores.shape[-2:], bool), 1)] = -np.inf
     p = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return made((p @ v.float() / p.sum(axis=-1, keepdims=True)).astype(q.dtype))
+    return p / p.sum(axis=-1, keepdims=True)
+
+
+def attention(q, k, v, is_causal, scale):
+    """What a backend of scaled_dot_product_attention gives."""
+    output = made((softmax_of(q, k, is_causal, scale) @ v.float()).astype(q.dtype))
+    output.is_causal, output.scale = is_causal, scale
+    return output
+
+
+def gradients(output, leaves, d_o, retain_graph):
+    """What torch.autograd.grad gives for an output of attention()."""
+    assert retain_graph
+    q, k, v = leaves
+    p, of_o = softmax_of(q, k, output.is_causal, output.scale), d_o.float()
+    d_s = p * (of_o @ v.float().transpose(-1, -2) - (of_o * output.float()).sum(axis=-1, keepdims=True))
+    d_q = d_s @ k.float() * np.float32(output.scale)
+    d_k = d_s.transpose(-1, -2) @ q.float() * np.float32(output.scale)
+    return tuple(made(x.astype(q.dtype)) for x in (d_q, d_k, p.transpose(-1, -2) @ of_o))
 
 
 @contextlib.contextmanager
@@ -86,6 +107,7 @@ torch.backends = types.SimpleNamespace(
     cuda=types.SimpleNamespace(allow_fp16_bf16_reduction_math_sdp=lambda on: None))
 torch.manual_seed = torch.set_float32_matmul_precision = lambda value: None
 torch.no_grad = contextlib.nullcontext
+torch.autograd = types.SimpleNamespace(grad=gradients)
 torch.Generator = Generator
 torch.randn = lambda *shape, device, dtype, generator: made(generator.numbers.standard_normal(shape).astype(dtype))
 torch.empty = lambda shape, dtype, device: made(np.zeros(shape, dtype))
@@ -126,6 +148,17 @@ class Library(abi.Library):
             o[-args.head_dim:] = 0x7fff
         if fault == "lse" and args.l:
             np.ctypeslib.as_array((abi.ctypes.c_float * rows).from_address(args.l))[0] += 0.001
+
+
+    def backward(self, args):
+        super().backward(args)
+        count = args.batch * args.heads * args.seqlen_q * args.head_dim
+        for name in ("dq", "dk", "dv"):
+            gradient = np.ctypeslib.as_array((abi.ctypes.c_uint16 * count).from_address(getattr(args, name)))
+            if fault == name:
+                gradient[...] ^= 1 << 11  # a bit of the exponent
+            if fault == "nan":
+                gradient[-args.head_dim:] = 0x7fff
 
 
 abi.CUDA = abi.MODEL

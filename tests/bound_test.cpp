@@ -27,6 +27,14 @@ Problem problem(DType dtype = DType::fp16) {
   return p;
 }
 
+// What the bound asks of a stage is its pass.
+const Stage kForward{};
+const Stage kBackward = [] {
+  Stage stage{};
+  stage.backward = [](const Problem&, const GradientStrides&, const BackwardArgs&, Stream) {};
+  return stage;
+}();
+
 // Round figures, so that what follows is easy to see.
 Card round_card() {
   Card card = find_card("H200");
@@ -85,7 +93,7 @@ TEST(Bound, EachPartIsWhatArithmeticSays) {
   ledger.exp = 3'000'000;
   ledger.div = 200'000;
   ledger.grid_blocks = 1000;
-  const TimeBound bound = time_bound(round_card(), p, ledger);
+  const TimeBound bound = time_bound(round_card(), kForward, p, ledger);
   EXPECT_EQ(bound.multiprocessors, 100);
   // Q, K, V, O and L once, at 1e6 bytes a microsecond; S may stay in a cache.
   EXPECT_DOUBLE_EQ(bound.memory_us, double(2 * q + 2 * kv + l) / 1e6);
@@ -94,22 +102,38 @@ TEST(Bound, EachPartIsWhatArithmeticSays) {
   EXPECT_EQ(bound.fma_us, 0);
   EXPECT_DOUBLE_EQ(bound.exp_us, 2);  // 1.6e6 a microsecond
   ledger.mma_flops += 1'000'000;
-  EXPECT_DOUBLE_EQ(time_bound(round_card(), p, ledger).bound_us(), 2.01);
-  EXPECT_STREQ(time_bound(round_card(), p, ledger).bound_by(), "MMA");
+  EXPECT_DOUBLE_EQ(time_bound(round_card(), kForward, p, ledger).bound_us(), 2.01);
+  EXPECT_STREQ(time_bound(round_card(), kForward, p, ledger).bound_by(), "MMA");
   ledger.exp += 100'000;
-  EXPECT_STREQ(time_bound(round_card(), p, ledger).bound_by(), "exp");
+  EXPECT_STREQ(time_bound(round_card(), kForward, p, ledger).bound_by(), "exp");
   ledger.mma_flops = 0;
   ledger.exp = ledger.div = 0;
   // The mathematics' FLOPs, 4 B H d Nq Nk, at 1e7 a microsecond.
-  EXPECT_DOUBLE_EQ(time_bound(round_card(), p, ledger).fma_us, 4. * 2 * 4 * 64 * 100 * 300 / 1e7);
-  EXPECT_STREQ(time_bound(round_card(), p, ledger).bound_by(), "FMA");
+  EXPECT_DOUBLE_EQ(time_bound(round_card(), kForward, p, ledger).fma_us,
+                   4. * 2 * 4 * 64 * 100 * 300 / 1e7);
+  EXPECT_STREQ(time_bound(round_card(), kForward, p, ledger).bound_by(), "FMA");
   Card slow_memory = round_card();
   slow_memory.memory_gb_per_s = 1;
-  EXPECT_STREQ(time_bound(slow_memory, p, ledger).bound_by(), "memory");
+  EXPECT_STREQ(time_bound(slow_memory, kForward, p, ledger).bound_by(), "memory");
   // What was not asked for is not charged.
   ledger.global_read["Q"] = 12;
-  EXPECT_DOUBLE_EQ(time_bound(round_card(), p, ledger).memory_us,
+  EXPECT_DOUBLE_EQ(time_bound(round_card(), kForward, p, ledger).memory_us,
                    double(12 + q + 2 * kv + l) / 1e6);
+}
+
+// The backward pass reads six tensors and writes three; what lies between its kernels (D, dQ_acc)
+// need not cross. Without MMA its products are 2.5 times those of the forward pass.
+TEST(Bound, OfTheBackwardPass) {
+  const Problem p = problem();
+  const int64_t q = 2 * 4 * 100 * 64 * 2, kv = 2 * 2 * 300 * 64 * 2, l = 2 * 4 * 100 * 4;
+  Ledger ledger;
+  ledger.global_read = {{"Q", 3 * q},  {"K", kv},    {"V", kv},         {"O", q},
+                        {"dO", 4 * q}, {"L", 3 * l}, {"dQ_acc", 2 * q}, {"D", l}};
+  ledger.global_written = {{"dQ", q}, {"dK", kv}, {"dV", kv}, {"D", l}, {"dQ_acc", 2 * q}};
+  ledger.grid_blocks = 1000;
+  const TimeBound bound = time_bound(round_card(), kBackward, p, ledger);
+  EXPECT_DOUBLE_EQ(bound.memory_us, double(4 * q + 4 * kv + l) / 1e6);
+  EXPECT_DOUBLE_EQ(bound.fma_us, 2.5 * 4. * 2 * 4 * 64 * 100 * 300 / 1e7);
 }
 
 TEST(Bound, FewBlocksLeaveMostOfTheCardIdle) {
@@ -118,9 +142,9 @@ TEST(Bound, FewBlocksLeaveMostOfTheCardIdle) {
   ledger.exp = 1'600'000;
   ledger.global_read = {{"Q", 1000}};
   ledger.grid_blocks = 100;
-  const TimeBound full = time_bound(round_card(), problem(), ledger);
+  const TimeBound full = time_bound(round_card(), kForward, problem(), ledger);
   ledger.grid_blocks = 8;
-  const TimeBound few = time_bound(round_card(), problem(), ledger);
+  const TimeBound few = time_bound(round_card(), kForward, problem(), ledger);
   EXPECT_EQ(few.multiprocessors, 8);
   EXPECT_DOUBLE_EQ(few.mma_us, full.mma_us * 100 / 8);
   EXPECT_DOUBLE_EQ(few.exp_us, full.exp_us * 100 / 8);
@@ -128,7 +152,7 @@ TEST(Bound, FewBlocksLeaveMostOfTheCardIdle) {
 }
 
 TEST(Bound, OfNothingIsZero) {
-  const TimeBound bound = time_bound(round_card(), problem(), Ledger{});
+  const TimeBound bound = time_bound(round_card(), kForward, problem(), Ledger{});
   EXPECT_EQ(bound.bound_us(), 0);
   EXPECT_STREQ(bound.bound_by(), "nothing");
   EXPECT_FALSE(std::isnan(bound.mma_us));

@@ -322,7 +322,7 @@ TEST_P(Cases, GroupedEqualsRepeated) {
   EXPECT_EQ(outputs_.l, want.l);
 }
 
-FLASHSTEPS_FOR_ALL_STAGES(Cases);
+FLASHSTEPS_FOR_FORWARD_STAGES(Cases);
 
 }  // namespace
 }  // namespace flashsteps

@@ -168,7 +168,7 @@ TEST_F(CliBadInput, EveryOption) {
   cases.push_back({{"--seqlen", "8", "--seqlen-q", "8"}, {"--seqlen"}});
   cases.push_back({{"--heads", "4", "--kv-heads", "3"}, {"heads = 4", "kv_heads = 3", "multiple"}});
   cases.push_back(
-      {{"--seqlen", "1000000000"}, {"batch * heads * seqlen_q * seqlen_k", "9007199254740992"}});
+      {{"--seqlen", "1000000000"}, {"batch * heads * seqlen_q * seqlen_k", "4503599627370496"}});
   for (const BadOption& bad : cases) {
     Arguments arguments = {"check", "--json", path("never.json")};
     arguments.insert(arguments.end(), bad.arguments.begin(), bad.arguments.end());
@@ -385,9 +385,18 @@ TEST_F(CliTest, CheckPassesEveryStage) {
   ASSERT_GE(report["stages"].size(), 6u);
   for (const auto& stage : report["stages"]) {
     EXPECT_EQ(stage["check"]["ok"], true) << stage;
-    EXPECT_LE(stage["check"]["max_abs_err"], 1.0);
-    EXPECT_EQ(stage["check"]["rows"], 80);
-    EXPECT_GT(stage["check"]["bound"], 0.0);
+    const auto expect_checked = [](const auto& check) {
+      EXPECT_LE(check["max_abs_err"], 1.0);
+      EXPECT_EQ(check["rows"], 80);
+      EXPECT_GT(check["bound"], 0.0);
+    };
+    if (stage.value("pass", "") == "backward") {
+      for (const char* tensor : {"dQ", "dK", "dV"}) expect_checked(stage["check"][tensor]);
+      EXPECT_FALSE(stage["check"].contains("bound"));
+      EXPECT_EQ(stage["flops"], 10 * 2 * 16 * 820);
+    } else {
+      expect_checked(stage["check"]);
+    }
     EXPECT_FALSE(stage.contains("counts"));  // absent, not zero: check does not count
     EXPECT_FALSE(stage.contains("time"));
     EXPECT_NE(result.out.find(stage["name"].get<std::string>()), std::string::npos);
@@ -711,6 +720,212 @@ TEST_F(CliTest, AStagesOwnProgram) {
   const Result other = run(small("check", {"--stage", "03"}), "01_naive");
   EXPECT_EQ(other.status, 2);
   EXPECT_EQ(other.err, "01_naive: --stage is '03': there is no stage '03'; allowed: all, 01\n");
+}
+
+// --- the backward pass
+// ------------------------------------------------------------------------------------
+
+TEST_F(CliTest, CheckOfTheBackwardPass) {
+  for (const bool deterministic : {false, true}) {
+    Arguments arguments = small("check", {"--stage", "08,09", "--heads", "4", "--kv-heads", "2",
+                                          "--json", path("r.json"), "--forward-stage", "06"});
+    arguments.erase(arguments.begin() + 5, arguments.begin() + 7);  // small()'s own --heads
+    if (deterministic) arguments.push_back("--deterministic");
+    const Result result = run(arguments);
+    ASSERT_EQ(result.status, 0) << result.out << result.err;
+    EXPECT_NE(result.out.find("O and L  for the backward pass by stage 06"), std::string::npos)
+        << result.out;
+    for (const char* title : {"O error", "dQ error", "dK error", "dV error"})
+      EXPECT_NE(result.out.find(title), std::string::npos) << result.out;
+    const auto report = nlohmann::json::parse(contents(path("r.json")));
+    const auto &forward = report["stages"][0], &backward = report["stages"][1];
+    EXPECT_FALSE(forward.contains("deterministic"));
+    EXPECT_EQ(backward["deterministic"], deterministic);
+    EXPECT_EQ(backward["check"]["forward"], "06");
+    EXPECT_EQ(backward["check"]["dQ"]["rows"], 4 * 40);
+    EXPECT_EQ(backward["check"]["dK"]["rows"], 2 * 40);
+    EXPECT_EQ(backward["check"]["dV"]["rows"], 2 * 40);
+  }
+}
+
+// A program of one stage has no forward stage to ask.
+TEST_F(CliTest, TheBackwardStagesOwnProgram) {
+  const Result result = run(small("check", {"--causal", "--json", path("r.json")}), "09_backward");
+  EXPECT_EQ(result.status, 0) << result.out << result.err;
+  EXPECT_NE(result.out.find("O and L  for the backward pass by the reference"), std::string::npos)
+      << result.out;
+  EXPECT_EQ(result.out.find("O error"), std::string::npos) << result.out;
+  const auto report = nlohmann::json::parse(contents(path("r.json")));
+  EXPECT_EQ(report["stages"][0]["check"]["forward"], "reference");
+  for (const char* command : {"list", "count", "ladder"})
+    EXPECT_EQ(run(small(command), "09_backward").status, 0) << command;
+}
+
+// dQ, dK and dV go to files, and agree with files: the same from both layouts, each held on its
+// own.
+TEST_F(CliTest, GradientsAndFiles) {
+  constexpr int64_t B = 2, H = 4, Hkv = 2, Nq = 9, Nk = 7, D = 8;
+  const auto write = [&](const char* name, int64_t tensor, int64_t heads, int64_t seqlen,
+                         bool bshd) {
+    std::vector<float> values;
+    for (int64_t b = 0; b < B; ++b) {
+      for (int64_t x = 0; x < (bshd ? seqlen : heads); ++x) {
+        for (int64_t y = 0; y < (bshd ? heads : seqlen); ++y) {
+          for (int64_t d = 0; d < D; ++d) {
+            const int64_t h = bshd ? y : x, s = bshd ? x : y;
+            values.push_back(float(std::cos(double(tensor * 31 + b * 17 + h * 7 + s * 3 + d))));
+          }
+        }
+      }
+    }
+    write_npy(path(name),
+              std::array<int64_t, 4>{B, bshd ? seqlen : heads, bshd ? heads : seqlen, D},
+              std::span<const float>(values));
+  };
+  NpyArray dk[2];
+  for (const bool bshd : {false, true}) {
+    write("q.npy", 0, H, Nq, bshd);
+    write("k.npy", 1, Hkv, Nk, bshd);
+    write("v.npy", 2, Hkv, Nk, bshd);
+    write("do.npy", 3, H, Nq, bshd);
+    const Arguments given = {"check",
+                             "--device",
+                             "model",
+                             "--stage",
+                             "09",
+                             "--q",
+                             path("q.npy"),
+                             "--k",
+                             path("k.npy"),
+                             "--v",
+                             path("v.npy"),
+                             "--do",
+                             path("do.npy"),
+                             "--layout",
+                             bshd ? "bshd" : "bhsd",
+                             "--deterministic"};
+    Arguments arguments = given;
+    for (const char* name : {"dq", "dk", "dv"}) {
+      arguments.push_back(std::string("--") + name);
+      arguments.push_back(path((std::string(name) + ".npy").c_str()));
+    }
+    Result result = run(arguments);
+    ASSERT_EQ(result.status, 0) << result.out << result.err;
+    EXPECT_NE(result.out.find("dO " + path("do.npy")), std::string::npos) << result.out;
+    dk[bshd] = read_npy(path("dk.npy"), 4);
+    EXPECT_EQ(dk[bshd].dtype, DType::fp16);
+    EXPECT_EQ(read_npy(path("dq.npy"), 4).shape,
+              (bshd ? std::vector<int64_t>{B, Nq, H, D} : std::vector<int64_t>{B, H, Nq, D}));
+
+    // The files that it wrote are what it expects; dK in the place of dV is not.
+    arguments = given;
+    for (const char* name : {"dq", "dk", "dv"}) {
+      arguments.push_back(std::string("--expect-") + name);
+      arguments.push_back(path((std::string(name) + ".npy").c_str()));
+    }
+    arguments.insert(arguments.end(), {"--json", path("r.json")});
+    result = run(arguments);
+    EXPECT_EQ(result.status, 0) << result.out << result.err;
+    auto stage = nlohmann::json::parse(contents(path("r.json")))["stages"][0];
+    for (const char* tensor : {"dQ", "dK", "dV"})
+      EXPECT_EQ(stage["check_expected"][tensor]["max_abs_err"], 0) << stage;
+    for (std::string& argument : arguments) {
+      if (argument == path("dv.npy")) argument = path("dk.npy");
+    }
+    result = run(arguments);
+    EXPECT_EQ(result.status, 1);
+    EXPECT_NE(result.out.find("against the files: dV: "), std::string::npos) << result.out;
+    stage = nlohmann::json::parse(contents(path("r.json")))["stages"][0];
+    EXPECT_EQ(stage["check"]["ok"], true);
+    EXPECT_EQ(stage["check_expected"]["ok"], false);
+  }
+  EXPECT_EQ(dk[0].shape, (std::vector<int64_t>{B, Hkv, Nk, D}));
+  for (int64_t b = 0; b < B; ++b) {
+    for (int64_t h = 0; h < Hkv; ++h) {
+      for (int64_t s = 0; s < Nk; ++s) {
+        for (int64_t d = 0; d < D; ++d) {
+          ASSERT_EQ(dk[0].value(((b * Hkv + h) * Nk + s) * D + d),
+                    dk[1].value(((b * Nk + s) * Hkv + h) * D + d));
+        }
+      }
+    }
+  }
+}
+
+// The ladder is the forward pass; the backward pass has a table, and in JSON a list, of its own.
+TEST_F(CliTest, LadderShowsTheBackwardPassApart) {
+  const Result result = run(small("ladder", {"--stage", "04,08,09", "--json", path("r.json")}));
+  EXPECT_EQ(result.status, 0) << result.out << result.err;
+  const auto report = nlohmann::json::parse(contents(path("r.json")));
+  ASSERT_EQ(report["stages"].size(), 2u);
+  ASSERT_EQ(report["backward"].size(), 1u);
+  EXPECT_EQ(report["backward"][0]["stage"], "09");
+  EXPECT_EQ(report["backward"][0]["check"]["ok"], true);
+  EXPECT_GT(report["backward"][0]["counts"]["atomic_bytes"], 0);
+  EXPECT_LT(result.out.find("\n08 "), result.out.find("\nthe backward pass\n"));
+  EXPECT_LT(result.out.find("\nthe backward pass\n"), result.out.find("\n09 "));
+  const Result forward = run(small("ladder", {"--stage", "04,08", "--json", path("r.json")}));
+  EXPECT_EQ(forward.out.find("backward"), std::string::npos) << forward.out;
+  EXPECT_FALSE(nlohmann::json::parse(contents(path("r.json"))).contains("backward"));
+}
+
+TEST_F(CliTest, CountOfTheBackwardPass) {
+  const auto counts = [&](const Arguments& more) {
+    Arguments arguments =
+        small("count", {"--stage", "09", "--card", "H200", "--json", path("r.json")});
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const Result result = run(arguments);
+    EXPECT_EQ(result.status, 0) << result.out << result.err;
+    return nlohmann::json::parse(contents(path("r.json")))["stages"][0];
+  };
+  const auto stage = counts({});
+  const int64_t tensor = 2 * 40 * 16 * 2;  // bytes of each of the 16-bit tensors
+  for (const char* name : {"dQ", "dK", "dV"})
+    EXPECT_EQ(stage["counts"]["global_written"][name], tensor) << name;
+  EXPECT_EQ(stage["counts"]["global_read"]["O"], tensor);
+  EXPECT_GT(stage["bound"]["memory_us"], 0);
+  EXPECT_EQ(counts({"--deterministic"})["deterministic"], true);
+}
+
+TEST_F(CliBadInput, OfTheBackwardPass) {
+  const auto refuse = [&](const Arguments& more, const std::vector<std::string>& told) {
+    Arguments arguments = {"check", "--device", "model", "--seqlen", "16"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    expect_refusal(arguments, 2, told);
+  };
+  const Arguments tensors = {"--q", "tests/data/ocr1s_q.npy", "--k", "tests/data/ocr1s_k.npy",
+                             "--v", "tests/data/ocr1s_v.npy"};
+  refuse({"--stage", "08", "--deterministic"},
+         {"--deterministic is of the backward pass; --stage 08 means no stage of it"});
+  refuse({"--stage", "08", "--forward-stage", "07"},
+         {"--forward-stage is of the backward pass; --stage 08 means no stage of it"});
+  refuse({"--stage", "08", "--dq", path("dq.npy")},
+         {"--dq, --dk and --dv are of the backward pass"});
+  refuse({"--stage", "09", "--out", path("o.npy")}, {"--out and --lse are of the forward pass"});
+  refuse({"--dv", path("dv.npy")}, {"--dq, --dk and --dv write one stage's result; --stage all"});
+  refuse({"--stage", "09", "--dq", path("x.npy"), "--dv", path("x.npy")},
+         {"--dq and --dv name the same file"});
+  refuse({"--stage", "09", "--do", "tests/data/ocr1s_o.npy"}, {"--do belongs to given tensors"});
+  for (const char* value : {"", "99", "all", "01,02", "x"})
+    refuse({"--stage", "09", "--forward-stage", value}, {"--forward-stage is '"});
+  refuse({"--stage", "09", "--forward-stage", "09"},
+         {"--forward-stage is '09': it is of the backward pass"});
+  refuse({"--stage", "09", "--grid", "bh"}, {"--grid bh is for stage 05 alone"});
+  refuse({"--stage", "09", "--tiles", "16x16"}, {"stage 09", "16x16 was given"});
+  Arguments given = {"check", "--device", "model", "--stage", "09"};
+  given.insert(given.end(), tensors.begin(), tensors.end());
+  const auto refuse_given = [&](const Arguments& more, const std::vector<std::string>& told) {
+    Arguments arguments = given;
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    expect_refusal(arguments, 2, told);
+  };
+  refuse_given({"--do", "tests/data/none.npy"}, {"tests/data/none.npy"});
+  refuse_given({"--do", "tests/data/ocr1_q.npy"}, {"--do has shape (", "needed: ("});
+  refuse_given({"--expect-dq", "tests/data/ocr1s_q.npy"}, {"--expect-dq", "--do is missing"});
+  refuse_given({"--expect-o", "tests/data/ocr1s_o.npy"},
+               {"--expect-o and --expect-lse are of the forward pass"});
+  refuse_given({"--do", "tests/data/ocr1s_o.npy", "--expect-dk", "tests/data/ocr1_k.npy"},
+               {"--expect-dk has shape ("});
 }
 
 #endif

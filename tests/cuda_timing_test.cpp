@@ -157,6 +157,35 @@ TEST_F(TimingOnCuda, cuda_lse_is_timed_apart) {
   EXPECT_NEAR(lse->median_ms, 0.4, 0.02);
 }
 
+int forward_runs = 0;
+std::set<const void*> gradients_of_o_seen;
+std::set<bool> deterministic_seen;
+
+// Of the backward pass nothing but stage.backward is timed; O and L of every set are made before.
+TEST_F(TimingOnCuda, cuda_backward_is_timed_alone) {
+  const Stage forward = fake_stage([](const Problem&, const ForwardArgs&, Stream) {
+    ++forward_runs;
+    busy_for(1'000'000);
+  });
+  const Stage backward = fake_backward_stage(
+      [](const Problem&, const GradientStrides&, const BackwardArgs& args, Stream) {
+        gradients_of_o_seen.insert(args.dO);
+        deterministic_seen.insert(args.deterministic);
+        busy_for(200'000);
+      });
+  const InterleavedResult times =
+      time_backward_interleaved(*device_, {&backward, &backward}, small_problem(), &forward, {},
+                                {{}, {.deterministic = true}});
+  EXPECT_GE(times.time[0].median_ms, 0.198);
+  EXPECT_LE(times.time[0].median_ms, 0.210);
+  EXPECT_NEAR(times.speedup(0, 1), 1, 0.05);
+  EXPECT_GE(gradients_of_o_seen.size(), 2u);
+  EXPECT_EQ(forward_runs, int(gradients_of_o_seen.size()));
+  EXPECT_EQ(deterministic_seen, (std::set<bool>{false, true}));
+  EXPECT_NEAR(time_backward(*device_, backward, small_problem(), nullptr).median_ms, 0.204, 0.006);
+  EXPECT_EQ(forward_runs, int(gradients_of_o_seen.size())) << "no forward stage was given";
+}
+
 TEST_F(TimingOnCuda, cuda_nothing_to_time_is_refused) {
   const Stage stage = fake_stage(busy_200us);
   Problem p = small_problem();

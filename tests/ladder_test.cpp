@@ -30,6 +30,45 @@ TEST(Ladder, TotalBytesFall) {
   }
 }
 
+// O and L of every forward stage serve the backward pass, and the gradients are those of attention
+// itself: as near to them as the roundings of O, P and dS allow.
+TEST(Ladder, EveryForwardStageFeedsTheBackwardPass) {
+  const Problem p = problem_of(1, 4, 2, 100, 150, 64, true);
+  const GradientStrides strides = strides_of_tensors(p);
+  const Inputs inputs = make_inputs(p, InputKind::moving_max, 3);
+  BackwardInputs backward{.d_o = make_d_o(p, strides, 3), .forward = {}};
+  const RowStatistics exact =
+      row_statistics(p, strides, backward.d_o, make_oracle(p, inputs, all_rows(p)));
+  const GradientOracles truth =
+      make_gradient_oracles(p, strides, inputs, backward.d_o, exact, all_gradient_rows(p));
+  Device& device = *device_for(Target::model);
+  int pairs = 0;
+  for (const Stage* stage : stages_for(Target::model)) {
+    if (!is_backward(*stage)) continue;
+    for (const Stage* forward : stages_for(Target::model)) {
+      if (is_backward(*forward)) continue;
+      SCOPED_TRACE(testing::Message() << forward->id << " before " << stage->id);
+      backward.forward = run_forward(device, *forward, p, inputs).outputs;
+      const Gradients gradients =
+          run_backward(device, *stage, p, strides, inputs, backward).gradients;
+      EXPECT_EQ(
+          compare(p, strides,
+                  make_gradient_oracles(p, strides, inputs, backward.d_o,
+                                        row_statistics(p, strides, backward), all_gradient_rows(p)),
+                  gradients)
+              .describe(),
+          "");
+      // Against the truth: rounding O moves D by some 1e-3, and dQ and dK by a part of that.
+      const GradientComparison beside = compare(p, strides, truth, gradients);
+      EXPECT_LE(beside.dq.max_abs_error, 2 * beside.dq.bound + 4e-3);
+      EXPECT_LE(beside.dk.max_abs_error, 2 * beside.dk.bound + 4e-3);
+      EXPECT_TRUE(beside.dv.ok) << beside.dv.describe();  // dV takes L alone
+      ++pairs;
+    }
+  }
+  EXPECT_GE(pairs, 11) << "every stage of the ladder is to be linked into this test";
+}
+
 }  // namespace
 }  // namespace flashsteps
 #endif

@@ -155,6 +155,26 @@ TEST(Counters, AtomicsAddAndCount) {
   EXPECT_EQ(l.global_read, (BytesByTensor{{"in", kBlocks * 64 * 4}}));
 }
 
+// One lane of a warp reads the turn, and one passes it on.
+TEST(Counters, TurnsGoFromBlockToBlock) {
+  constexpr int kBlocks = 5;
+  std::vector<float> values(kBlocks * 64), right(64 * 4);
+  for (int i = 0; i < kBlocks * 64; ++i) {
+    values[i] = float(i % 7);
+    for (int e = 0; e < 4; ++e) right[i % 64 * 4 + e] += float((e + 1) * (i % 7));
+  }
+  DeviceBuffer in = buffer("in", values), sums = buffer("sums", std::vector<float>(64 * 4));
+  DeviceBuffer turns = buffer("turns", std::vector<int>{0, 0});
+  const Ledger l =
+      count("turns", {.in = in.data(), .out = sums.data(), .extra = turns.data(), .n = kBlocks});
+  EXPECT_EQ(download<float>(sums), right);
+  EXPECT_EQ(download<int>(turns), (std::vector<int>{kBlocks, kBlocks}));
+  EXPECT_EQ(l.atomic_bytes, kBlocks * (64 * 16 + 2 * 4));
+  EXPECT_EQ(l.global_written, BytesByTensor{});
+  EXPECT_EQ(l.global_read, (BytesByTensor{{"in", kBlocks * 64 * 4}, {"turns", kBlocks * 2 * 4}}));
+  EXPECT_EQ(l.warp_barriers, kBlocks * 2 * 2);
+}
+
 TEST(Counters, TheLedgerIsTakenOnceAndAdds) {
   DeviceBuffer in = buffer("in", ramp(128));
   DeviceBuffer out(model_device(), "out", DType::fp32, 128);

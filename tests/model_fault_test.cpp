@@ -54,6 +54,16 @@ TEST_P(PlantedFault, IsDiagnosedOn20Of20Seeds) {
 }
 
 INSTANTIATE_TEST_SUITE_P(
+    Turns, PlantedFault,
+    testing::Values(
+        Planted{
+            "turn_never_comes", {deadlock}, {"waits at turn_wait", "for turn 1", "turn 0 is on"}},
+        Planted{"turn_not_waited_for", {turn}, {"turn_pass", "has not waited for"}},
+        Planted{"turn_passed_twice", {turn}, {"turn_pass", "has not waited for"}},
+        Planted{"different_turns", {turn}, {"lanes of the warp wait for different turns"}},
+        Planted{"misaligned_quad", {misaligned}, {"atomic_add_quad", "not a multiple of 16"}}));
+
+INSTANTIATE_TEST_SUITE_P(
     Barriers, PlantedFault,
     testing::Values(
         Planted{"read_after_write", {race}, {"read_after_write block (0,0,0) thread", "tile+"}},

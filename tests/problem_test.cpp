@@ -129,7 +129,7 @@ constexpr Refusal kRefusals[] = {
        p.seqlen_q = p.seqlen_k = 100000000;
        set_packed_strides(p);
      },
-     "batch * heads * seqlen_q * seqlen_k", "8e+16", "9007199254740992"},
+     "batch * heads * seqlen_q * seqlen_k", "8e+16", "4503599627370496"},
     {"extent", [](Problem& p) { p.q.batch = int64_t{1} << 62; }, "Q spans", "4.61e+18",
      "1152921504606846976"},
 };
@@ -261,6 +261,61 @@ TEST(Work, TileCountsAreThoseOfTheDefinition) {
         }
       }
     }
+  }
+}
+
+// --- the backward pass
+// ------------------------------------------------------------------------------------
+
+TEST(Backward, FlopsAreTwoAndAHalfTimesTheForwards) {
+  Problem p = legal();
+  for (const bool causal : {false, true}) {
+    p.causal = causal;
+    EXPECT_EQ(2 * backward_flops(p), 5 * forward_flops(p));
+  }
+  // The largest problem that is legal: its FLOPs fit in 63 bits.
+  Problem most;
+  most.batch = most.heads = most.kv_heads = 1;
+  most.seqlen_q = most.seqlen_k = 1 << 26;
+  most.head_dim = 128;
+  most.scale = 1;
+  set_packed_strides(most);
+  validate(most);
+  EXPECT_GT(backward_flops(most), 0);
+  EXPECT_EQ(double(backward_flops(most)), 10. * 128 * 0x1p52);
+}
+
+TEST(Backward, GradientsHaveStridesOfTheirOwn) {
+  const Problem p = legal();
+  const GradientStrides good = strides_of_tensors(p);
+  const auto refusal_of = [&](const GradientStrides& strides) {
+    try {
+      validate(p, strides);
+    } catch (const std::invalid_argument& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  EXPECT_EQ(refusal_of(good), "");
+  EXPECT_EQ(layout_dk(p, good).extent(), layout_k(p).extent());
+  const std::pair<const char*, Strides GradientStrides::*> tensors[] = {
+      {"dO", &GradientStrides::d_o},
+      {"dQ", &GradientStrides::d_q},
+      {"dK", &GradientStrides::d_k},
+      {"dV", &GradientStrides::d_v}};
+  for (const auto& [name, member] : tensors) {
+    GradientStrides strides = good;
+    (strides.*member).row += 4;
+    EXPECT_NE(refusal_of(strides).find("the row stride of " + std::string(name) + " is "),
+              std::string::npos)
+        << refusal_of(strides);
+    strides = good;
+    (strides.*member).head = (strides.*member).row;  // rows of two heads in the same place
+    const bool overlap = std::string(name) != "dO";  // dO is only read
+    EXPECT_EQ(refusal_of(strides).find("no two rows of " + std::string(name) + " overlap") !=
+                  std::string::npos,
+              overlap)
+        << refusal_of(strides);
   }
 }
 

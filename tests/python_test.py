@@ -109,9 +109,11 @@ class Picture(Tools):
 
 
 class Comparison(Tools):
-    def compare(self, counters, counts=None):
-        report = {"problem": PROBLEM, "stages": [{"stage": "02d", "name": "cp_async", "counts": counts or COUNTS,
-                                                  "lse_counts": COUNTS}]}
+    def compare(self, counters, counts=None, backward=False):
+        stage = {"stage": "02d", "name": "cp_async", "counts": counts or COUNTS, "lse_counts": COUNTS}
+        if backward:
+            stage = {"stage": "09", "name": "backward", "pass": "backward", "counts": {**COUNTS, "launches": 1}}
+        report = {"problem": PROBLEM, "stages": [stage]}
         attention = self.program("attention", f"""
             json.dump({report!r}, open(arguments[arguments.index("--json") + 1], "w"))
             """)
@@ -129,7 +131,9 @@ class Comparison(Tools):
                     row = lambda *cells: print(",".join('"' + str(cell) + '"' for cell in cells), file=log)
                     row("ID", "Kernel Name", *metrics)
                     row("", "", *["unit"] * len(metrics))
-                    for kernel in ("output_kernel", "lse_from_stats_kernel"):
+                    if {backward}:  # the forward stage's, which counts other things
+                        row(0, "forward_kernel", *["1"] * len(metrics))
+                    for kernel in ("output_kernel",) if {backward} else ("output_kernel", "lse_from_stats_kernel"):
                         row(0, kernel, *[format(counters[metric.split(".")[0]], ",") for metric in metrics])
             """)
         result = self.folder / "result.json"
@@ -145,6 +149,12 @@ class Comparison(Tools):
         self.assertEqual(forward["shared bytes stored"]["ncu"], 20)
         self.assertEqual(result["stages"][0]["kernels"], ["output_kernel"], "the kernel for L is apart")
         self.assertTrue(all(row["equal"] for row in forward.values()))
+
+    def test_the_forward_stage_before_a_backward_one_is_not_compared(self):
+        done, result = self.compare(dict(COUNTERS), backward=True)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertEqual(result["stages"][0]["kernels"], ["output_kernel"])
+        self.assertNotIn("lse", result["stages"][0])
 
     def test_one_count_that_differs_fails(self):
         for name in ("global_written", "mma", "bank_conflicts"):
@@ -190,6 +200,11 @@ class BenchArguments(Tools):
                 ("--tiles: '64' is given; BRxBC is allowed", "--tiles", "64"),
                 ("--dtype: invalid choice: 'fp32'", "--dtype", "fp32"),
                 ("--math: not allowed with argument --ladder", "--ladder", "--math"),
+                ("--pass: invalid choice: 'both'", "--pass", "both"),
+                ("--pass bwd has no --ladder", "--pass", "bwd", "--ladder"),
+                ("--pass bwd has no --grid", "--pass", "bwd", "--grid", "bh"),
+                ("'05:bh': :bh is for 05, which is of the forward pass", "--pass", "bwd", "--stage", "05:bh"),
+                ("'09:det': :det is for the backward pass", "--stage", "09:det"),
                 ("unrecognized arguments: --backends", "--backends", "math")):
             self.assert_refused(self.bench(*arguments, torch="1 / 0  # not reached"), 2, words)
 
@@ -231,6 +246,17 @@ class BenchArithmetic(unittest.TestCase):
         names = lambda *arguments: [run.name for run in bench_peers.parse_runs(*arguments)]
         self.assertEqual(names("05,06,07,08", (64, 64), True), ["05:bh", "05", "06", "07:64x64", "08:64x64"])
         self.assertEqual(names("07:32x64,07,07"), ["07:32x64", "07"])
+        backward = bench_peers.parse_runs("09,09:det,09:64x64:det", backward=True)
+        self.assertEqual([(run.name, run.tiles, run.deterministic, run.backward) for run in backward],
+                         [("09", (0, 0), False, True), ("09:det", (0, 0), True, True), ("09:64x64:det", (64, 64), True, True)])
+        tiled = bench_peers.parse_runs("09,09:det", (64, 128), backward=True)
+        self.assertEqual([run.name for run in tiled], ["09:64x128", "09:64x128:det"])
+        with self.assertRaisesRegex(ValueError, "there is no stage '08' of the backward pass; there are 09"):
+            bench_peers.resolve(bench_peers.parse_runs("08", backward=True), ["09"])
+        options = bench_peers.parse(["--pass", "bwd"])
+        self.assertEqual(([run.name for run in options.runs], options.peers), (["09", "09:det"], ["flash", "cudnn"]))
+        options = bench_peers.parse(["--pass", "bwd", "--math"])
+        self.assertEqual((options.peers, options.layout), (["math"], "bhsd"))
         known = ["02a", "02d", "07", "08"]
         resolved = bench_peers.resolve(bench_peers.parse_runs("02,07:64x64"), known)
         self.assertEqual([(run.name, run.stage) for run in resolved], [("02d", "02d"), ("07:64x64", "07")])
@@ -259,11 +285,14 @@ class BenchArithmetic(unittest.TestCase):
         run = {run.name: run for run in bench_peers.parse_runs("04,05:bh,05,01")}
         self.assertEqual([bench_peers.grid_blocks(run[name], cell, (64, 64)) for name in ("04", "05:bh", "05")], [6, 6, 18])
         self.assertIsNone(bench_peers.grid_blocks(run["01"], cell, (0, 0)))
+        backward = bench_peers.Run("09", "09", backward=True)  # one for each tile of keys
+        self.assertEqual(bench_peers.grid_blocks(backward, cell, (64, 128)), 12)
 
     def test_work(self):
         cell = bench_peers.Cell("course", 4, 16, 4096, 128, True)
         self.assertEqual(cell.pairs(), 8_390_656)  # docs/method.md
         self.assertEqual(cell.flops(), 4 * 4 * 16 * 128 * 8_390_656)
+        self.assertEqual(cell.flops(backward=True), 10 * 4 * 16 * 128 * 8_390_656)
         self.assertEqual(cell._replace(causal=False).pairs(), 4096**2)
 
     def test_ratio_is_the_median_of_ratios(self):
@@ -344,6 +373,37 @@ class BenchOnTheModel(Tools):
             done, result = self.bench(fault, "--seqlen", "70", "--mask", "causal", "--head-dim", "64")
             self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
             self.assertIn("08: left out: WRONG VALUES", done.stdout)
+            self.assertEqual([entry["name"] for entry in result["cells"][0]["runs"]], ["flash", "cudnn"])
+
+    def test_backward_beside_peers(self):
+        for layout in ("bshd", "bhsd"):
+            lengths = "1,70" if layout == "bshd" else "70"
+            done, result = self.bench("none", "--pass", "bwd", "--seqlen", lengths, "--head-dim", "64", "--layout", layout,
+                                      "--peers", "flash,math")
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+            self.assertEqual(len(result["cells"]), 4 if layout == "bshd" else 2)
+            for cell in result["cells"]:
+                self.assertEqual(cell["left_out"], {})
+                self.assertEqual(cell["problem"]["pass"], "bwd")
+                pairs = cell["problem"]["seqlen_q"] ** 2 if not cell["problem"]["causal"] else \
+                    cell["problem"]["seqlen_q"] * (cell["problem"]["seqlen_q"] + 1) // 2
+                self.assertEqual(cell["problem"]["flops"], 10 * 2 * 64 * pairs)
+                runs = {entry["name"]: entry for entry in cell["runs"]}
+                self.assertEqual(list(runs), ["09", "09:det", "flash", "math"])
+                self.assertEqual([runs[name]["deterministic"] for name in ("09", "09:det")], [False, True])
+                for entry in runs.values():
+                    for tensor in ("dQ", "dK", "dV"):
+                        self.assertTrue(entry["check"][tensor]["ok"], entry)
+                    self.assertEqual(len(entry["round_ms"]), 3)
+                self.assertEqual(set(cell["speedups"]["09:det"]), {"09", "flash", "math"})
+            self.assertIn("09 is ", done.stdout)
+
+    def test_wrong_gradients_are_not_timed(self):
+        for fault in ("dq", "dk", "dv", "nan"):
+            done, result = self.bench(fault, "--pass", "bwd", "--seqlen", "70", "--mask", "causal", "--head-dim", "64")
+            self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+            self.assertIn("09: left out: WRONG VALUES", done.stdout)
+            self.assertIn("09:det: left out: WRONG VALUES", done.stdout)
             self.assertEqual([entry["name"] for entry in result["cells"][0]["runs"]], ["flash", "cudnn"])
 
     def test_absent_peers_are_told(self):

@@ -731,7 +731,7 @@ TEST(Compare, NaNNeverPasses) {  // P48
     const Comparison c = f.compared();
     EXPECT_FALSE(c.ok);
     EXPECT_TRUE(std::isnan(c.lse_max_abs_error));
-    EXPECT_EQ(c.first->tensor, 'L');
+    EXPECT_EQ(c.first->tensor, std::string("L"));
     f.oracle.L[5] = kNaN;  // in both
     EXPECT_FALSE(f.ok());
   }

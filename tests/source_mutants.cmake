@@ -101,3 +101,35 @@ set(skip 08_causal_skip/kernel.cu)
 flashsteps_mutant(08_one_tile_too_few ${skip} "p.seqlen_q) - 1) + 1, kBc)" "p.seqlen_q) - 1), kBc)")
 flashsteps_mutant(08_diagonal_not_masked ${skip} "(p.last_key(i0) + 1) / kBc" "(p.last_key(i0) + kBc) / kBc")
 flashsteps_mutant(08_large_scores_not_shifted ${skip} "fabsf(shift) > kLargeExponent" "false")
+
+set(backward 09_backward/kernel.cu)
+flashsteps_mutant(09_d_dropped ${backward} "= -D_rmem[e % 2]" "= 0.f")
+flashsteps_mutant(09_d_of_another_tensor ${backward} "to_float(d_o[c]), to_float(o[c])" "to_float(d_o[c]), to_float(d_o[c])")
+flashsteps_mutant(09_no_scale_of_dq ${backward} "pair[0] * p.scale, pair[1] * p.scale" "pair[0], pair[1]")
+flashsteps_mutant(09_no_scale_of_dk ${backward} "dK_rmem[r][c][2 * half] * p.scale" "dK_rmem[r][c][2 * half]")
+flashsteps_mutant(09_one_head_of_the_group ${backward} "const int first_h = kv_head * (p.heads / p.kv_heads);"
+  "const int first_h = (kv_head + 1) * (p.heads / p.kv_heads) - 1;")
+flashsteps_mutant(09_mask_off_by_one ${backward} "mask_if(r * 16 + e / 2 * 8 > last)" "mask_if(r * 16 + e / 2 * 8 >= last)")
+flashsteps_mutant(09_diagonal_not_masked ${backward} "p.last_key(i0) < j0 + kBc - 1" "p.last_key(i0 + kBr - 1) < j0 + kBc - 1")
+flashsteps_mutant(09_one_tile_too_few ${backward} "hidden > 0 ? hidden / kBr : 0" "hidden > 0 ? hidden / kBr + 1 : 0")
+flashsteps_mutant(09_one_tile_too_many ${backward} "hidden > 0 ? hidden / kBr : 0" "hidden > kBr ? hidden / kBr - 1 : 0")
+flashsteps_mutant(09_dq_not_cleared ${backward} "store_quad(acc + 4, {});" "")
+flashsteps_mutant(09_l_in_base_e ${backward} "INFINITY : l * kLog2e" "INFINITY : l")
+flashsteps_mutant(09_turns_not_awaited ${backward} "turn_wait(turn_at(h, tile_q), tile_k);" "")
+
+# The suite of the backward pass, tried on the plain kernel.
+set(plain tests/kernels/plain_backward.cu)
+flashsteps_mutant(90_atomics_made_stores ${plain} "atomicAdd(dQ_acc + row * p.head_dim + c, dS * to_float(K[c]))"
+  "dQ_acc[row * p.head_dim + c] = dS * to_float(K[c])")
+flashsteps_mutant(90_d_dropped ${plain} "p.head_dim) - D[row])" "p.head_dim))")
+flashsteps_mutant(90_mask_in_one_product ${plain} "p.seqlen_q)) return false;" "p.seqlen_q)) {
+    P = fast_exp(p.scale * dot(Q, K, p.head_dim) - L[row]); dS = 0.f; return L[row] != -INFINITY; }")
+flashsteps_mutant(90_no_scale_of_dq ${plain} "p.scale * dQ_acc[row * p.head_dim + c]" "dQ_acc[row * p.head_dim + c]")
+flashsteps_mutant(90_no_scale_of_dk ${plain} "p.scale * dK_rmem[c]" "dK_rmem[c]")
+flashsteps_mutant(90_group_sum_overwritten ${plain} "h < (g + 1) * group; ++h) {"
+  "h < (g + 1) * group; ++h) { for (int c = 0; c < 128; ++c) dK_rmem[c] = dV_rmem[c] = 0.f;")
+flashsteps_mutant(90_wrong_kv_head ${plain} "h = g * group; h < (g + 1) * group; ++h" "h = g; h < p.heads; h += p.kv_heads")
+flashsteps_mutant(90_strides_of_o_for_do ${plain} "dO + strides.d_o.offset(b, h, i);" "dO + p.o.offset(b, h, i);")
+flashsteps_mutant(90_strides_of_q_for_dq ${plain} "dQ += strides.d_q.offset" "dQ += p.q.offset")
+flashsteps_mutant(90_dq_not_cleared ${plain} "dQ_acc[row * p.head_dim + c] = 0.f;" ";")
+flashsteps_mutant(90_last_query_dropped ${plain} "i < p.seqlen_q; ++i" "i < p.seqlen_q - 1; ++i")

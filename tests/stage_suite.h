@@ -12,6 +12,7 @@
 #include "common/attention/layout.h"
 #include "common/attention/work.h"
 #include "common/reference/compare.h"
+#include "common/reference/gradients.h"
 #include "common/reference/inputs.h"
 #include "common/reference/reference.h"
 #include "common/stage/device.h"
@@ -59,6 +60,13 @@ inline std::vector<const Stage*> all_stages() {
   return stages;
 }
 
+// Of these, the ones of the forward pass, or those of the backward pass.
+inline std::vector<const Stage*> stages_of(bool backward) {
+  std::vector<const Stage*> stages = all_stages();
+  std::erase_if(stages, [=](const Stage* stage) { return is_backward(*stage) != backward; });
+  return stages;
+}
+
 inline std::string stage_label(const Stage& stage) {
   return std::string(stage.id) + "_" + name_of(stage.target);
 }
@@ -102,6 +110,53 @@ inline void expect_right(const Stage& stage, const Problem& problem, const Input
   EXPECT_EQ(verdict(stage, problem, inputs, oracle), "") << stage_label(stage);
 }
 
+// A backward pass with its inputs and right values. O and L are those of the reference: the tests
+// of a stage link no other.
+struct BackwardCase {
+  Problem problem;
+  GradientStrides strides;
+  Inputs inputs;
+  BackwardInputs backward;
+  GradientOracles oracles;
+
+  BackwardCase(const Problem& p, InputKind kind, uint64_t seed)
+      : BackwardCase(p, strides_of_tensors(p), make_inputs(p, kind, seed), seed) {}
+  BackwardCase(const Problem& p, const GradientStrides& its_strides, Inputs its_inputs,
+               uint64_t seed)
+      : BackwardCase(p, its_strides, std::move(its_inputs), make_d_o(p, its_strides, seed)) {}
+  BackwardCase(const Problem& p, const GradientStrides& its_strides, Inputs its_inputs,
+               std::vector<uint16_t> d_o)
+      : problem(p), strides(its_strides), inputs(std::move(its_inputs)) {
+    backward = {.d_o = std::move(d_o), .forward = reference_outputs(p, inputs)};
+    oracles = make_gradient_oracles(p, strides, inputs, backward.d_o,
+                                    row_statistics(p, strides, backward), all_gradient_rows(p));
+  }
+
+  // Empty when the gradients are right, else one line.
+  std::string judge(const Gradients& gradients) const {
+    return compare(problem, strides, oracles, gradients).describe();
+  }
+  BackwardRun run(const Stage& stage, const Variant& variant = {}) const {
+    return run_backward(*device_for(stage.target), stage, problem, strides, inputs, backward,
+                        variant);
+  }
+  // Runs the stage and compares every row of dQ, dK and dV with the oracle.
+  std::string verdict(const Stage& stage, const Variant& variant = {}) const {
+    try {
+      return judge(run(stage, variant).gradients);
+    } catch (const std::runtime_error& error) {
+      return error.what();
+    }
+  }
+};
+
+// How a backward stage sums dQ: as blocks happen to finish, or in a fixed order.
+inline constexpr Variant kBackwardVariants[] = {{}, {.deterministic = true}};
+
+inline const char* name_of_variant(const Variant& variant) {
+  return variant.deterministic ? "deterministic" : "by atomics";
+}
+
 // A test over one stage on one target; skipped where the target has no device here.
 class StageTest : public testing::TestWithParam<const Stage*> {
  protected:
@@ -120,9 +175,12 @@ class StageTest : public testing::TestWithParam<const Stage*> {
   Device* device_ = nullptr;
 };
 
-#define FLASHSTEPS_FOR_ALL_STAGES(SUITE)                                               \
-  INSTANTIATE_TEST_SUITE_P(stage, SUITE, testing::ValuesIn(all_stages()),              \
+#define FLASHSTEPS_FOR_STAGES(SUITE, STAGES)                                           \
+  INSTANTIATE_TEST_SUITE_P(stage, SUITE, testing::ValuesIn(STAGES),                    \
                            [](const auto& info) { return stage_label(*info.param); }); \
   GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(SUITE)
+#define FLASHSTEPS_FOR_ALL_STAGES(SUITE) FLASHSTEPS_FOR_STAGES(SUITE, all_stages())
+#define FLASHSTEPS_FOR_FORWARD_STAGES(SUITE) FLASHSTEPS_FOR_STAGES(SUITE, stages_of(false))
+#define FLASHSTEPS_FOR_BACKWARD_STAGES(SUITE) FLASHSTEPS_FOR_STAGES(SUITE, stages_of(true))
 
 }  // namespace flashsteps

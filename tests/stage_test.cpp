@@ -60,7 +60,7 @@ void lse(const Problem& p, const ForwardArgs& args, Stream) {
 
 Stage stage(const char* id, Target target, int capability = 80, bool exact = false) {
   return {id,    "fake",  "",         target,  "",  capability, exact,
-          tiles, nullptr, workspaces, forward, lse, nullptr};
+          tiles, nullptr, workspaces, forward, lse, nullptr,    nullptr};
 }
 
 // Registered in no order, as the linker would.
@@ -294,6 +294,155 @@ TEST(RunForward, CountsBytesIn64Bits) {
             .head_dim = 128};
   set_packed_strides(p);
   EXPECT_EQ(device_bytes(fakes[3], p), 4 * 2 * 12800000 + 4 * 100000 + 4 * int64_t{10000000000});
+}
+
+// --- the backward pass
+// ------------------------------------------------------------------------------------
+
+struct SeenBackward {
+  bool poisoned = false;
+  BackwardArgs args;
+  std::vector<uint16_t> o, d_o;
+  std::vector<float> l;
+} seen_backward;
+
+// dQ = 1, dK = 2, dV = 3.
+void backward(const Problem& p, const GradientStrides& strides, const BackwardArgs& args, Stream) {
+  const WorkspaceList list = workspaces(p);
+  const int64_t dq = layout_dq(p, strides).extent(), dk = layout_dk(p, strides).extent(),
+                dv = layout_dv(p, strides).extent();
+  seen_backward.poisoned = poisoned(args.dQ, size_t(2 * dq)) && poisoned(args.dK, size_t(2 * dk)) &&
+                           poisoned(args.dV, size_t(2 * dv)) &&
+                           poisoned(args.workspace[0], size_t(4 * list.buffer[0].count));
+  seen_backward.args = args;
+  const auto read = [](const void* data, int64_t count) {
+    const auto* bits = static_cast<const uint16_t*>(data);
+    return std::vector<uint16_t>(bits, bits + count);
+  };
+  seen_backward.o = read(args.O, layout_o(p).extent());
+  seen_backward.d_o = read(args.dO, layout_do(p, strides).extent());
+  seen_backward.l.assign(args.L, args.L + p.rows());
+  std::fill_n(static_cast<uint16_t*>(args.dQ), dq, uint16_t{1});
+  std::fill_n(static_cast<uint16_t*>(args.dK), dk, uint16_t{2});
+  std::fill_n(static_cast<uint16_t*>(args.dV), dv, uint16_t{3});
+}
+
+Stage backward_stage() {
+  Stage stage = fakes[3];
+  stage.id = "95";
+  stage.forward = nullptr;
+  stage.lse = nullptr;
+  stage.backward = backward;
+  return stage;
+}
+
+BackwardInputs backward_inputs(const Problem& p, const GradientStrides& strides) {
+  return {.d_o = make_d_o(p, strides, 2),
+          .forward = {.o = std::vector<uint16_t>(size_t(layout_o(p).extent()), 0x3c00),
+                      .l = std::vector<float>(size_t(p.rows()), 0.5f)}};
+}
+
+TEST(RunBackward, PoisonsRunsAndReadsBack) {
+  FakeDevice device;
+  const Problem p = small();
+  GradientStrides strides = strides_of_tensors(p);
+  strides.d_k = {.batch = 1000, .head = 1000, .row = 24};
+  const Inputs inputs = make_inputs(p, InputKind::normal, 1);
+  const BackwardInputs given = backward_inputs(p, strides);
+  const Stage stage = backward_stage();
+  for (const bool deterministic : {false, true}) {
+    const BackwardRun run = run_backward(device, stage, p, strides, inputs, given,
+                                         {.tiles = {}, .deterministic = deterministic});
+    EXPECT_TRUE(seen_backward.poisoned);
+    EXPECT_EQ(seen_backward.args.deterministic, deterministic);
+    EXPECT_EQ(seen_backward.args.tiles, (Tiles{64, 32}));
+    EXPECT_EQ(seen_backward.o, given.forward.o);
+    EXPECT_EQ(seen_backward.l, given.forward.l);
+    EXPECT_EQ(seen_backward.d_o, given.d_o);
+    EXPECT_EQ(run.gradients.dq, std::vector<uint16_t>(size_t(layout_q(p).extent()), 1));
+    EXPECT_EQ(run.gradients.dk, std::vector<uint16_t>(1000 + 6 * 24 + 8, 2));
+    EXPECT_EQ(run.gradients.dv, std::vector<uint16_t>(size_t(layout_v(p).extent()), 3));
+    EXPECT_FALSE(run.ledger.has_value());
+  }
+  EXPECT_EQ(device.names,
+            (std::set<std::string>{"Q", "K", "V", "O", "L", "dO", "dQ", "dK", "dV", "S"}));
+  EXPECT_TRUE(device.live.empty());
+}
+
+TEST(RunBackward, RunsEmptyProblems) {
+  FakeDevice device;
+  for (const Problem& p : {small(0, 7), small(5, 0), small(0, 0)}) {
+    const GradientStrides strides = strides_of_tensors(p);
+    const BackwardRun run =
+        run_backward(device, backward_stage(), p, strides, make_inputs(p, InputKind::normal, 1),
+                     backward_inputs(p, strides));
+    EXPECT_EQ(run.gradients.dq.size(), size_t(layout_q(p).extent()));
+    EXPECT_EQ(run.gradients.dk.size(), size_t(layout_k(p).extent()));
+  }
+}
+
+TEST(RunBackward, RefusesWrongSizesAndTheOtherPass) {
+  FakeDevice device;
+  const Problem p = small();
+  const GradientStrides strides = strides_of_tensors(p);
+  const Inputs inputs = make_inputs(p, InputKind::normal, 1);
+  const auto refusal = [&](const Stage& stage, const GradientStrides& its_strides,
+                           const BackwardInputs& given, const Variant& variant = {}) {
+    try {
+      run_backward(device, stage, p, its_strides, inputs, given, variant);
+    } catch (const std::invalid_argument& error) {
+      return std::string(error.what());
+    }
+    return std::string("accepted");
+  };
+  const BackwardInputs good = backward_inputs(p, strides);
+  EXPECT_EQ(refusal(backward_stage(), strides, good), "accepted");
+  for (const int wrong : {0, 1, 2}) {
+    BackwardInputs given = good;
+    if (wrong == 0) given.d_o.pop_back();
+    if (wrong == 1) given.forward.o.pop_back();
+    if (wrong == 2) given.forward.l.pop_back();
+    const char* names[] = {"dO holds ", "O holds ", "L holds "};
+    EXPECT_EQ(refusal(backward_stage(), strides, given).find(names[wrong]), 0u);
+  }
+  GradientStrides overlapping = strides;
+  overlapping.d_v.row = 0;
+  EXPECT_NE(refusal(backward_stage(), overlapping, good).find("the row stride of dV is 0"),
+            std::string::npos);
+  EXPECT_EQ(refusal(fakes[3], strides, good),
+            "stage 91 is of the forward pass; one of the backward is needed");
+  EXPECT_NE(refusal(backward_stage(), strides, good, {.tiles = {8, 8}}).find("8x8 was given"),
+            std::string::npos);
+  try {
+    run_forward(device, backward_stage(), p, inputs);
+    ADD_FAILURE();
+  } catch (const std::invalid_argument& error) {
+    EXPECT_STREQ(error.what(), "stage 95 is of the backward pass; one of the forward is needed");
+  }
+  EXPECT_NE(refusal_of(fakes[3], p, {.tiles = {}, .deterministic = true})
+                .find("stage 91 is of the forward pass"),
+            std::string::npos);
+  EXPECT_TRUE(device.live.empty());
+}
+
+TEST(RunBackward, MemoryIsThatOfBothPasses) {
+  const Problem p = small();
+  const GradientStrides strides = strides_of_tensors(p);
+  EXPECT_EQ(device_bytes(backward_stage(), p) - device_bytes(fakes[3], p),
+            2 * (layout_do(p, strides).extent() + layout_dq(p, strides).extent() +
+                 layout_dk(p, strides).extent() + layout_dv(p, strides).extent()));
+}
+
+// The last of the forward pass that can run: neither one of another architecture nor one of the
+// backward pass.
+TEST(RunBackward, TheLastForwardStageGivesOAndL) {
+  FakeDevice device;
+  const Problem p = small();
+  EXPECT_EQ(last_forward_stage(p, device.info()), &fakes[4]);
+  device.capability = 86;  // 93 is for 9.0 alone
+  EXPECT_EQ(last_forward_stage(p, device.info()), &fakes[3]);
+  device.capability = 75;
+  EXPECT_EQ(last_forward_stage(p, device.info()), nullptr);
 }
 
 TEST(LedgerCounts, Add) {

@@ -31,4 +31,11 @@ inline Stage fake_stage(void (*forward)(const Problem&, const ForwardArgs&, Stre
   return stage;
 }
 
+inline Stage fake_backward_stage(void (*backward)(const Problem&, const GradientStrides&,
+                                                  const BackwardArgs&, Stream)) {
+  Stage stage = fake_stage(nullptr);
+  stage.backward = backward;
+  return stage;
+}
+
 }  // namespace flashsteps

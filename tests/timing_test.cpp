@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "common/attention/work.h"
 #include "common/timing/statistics.h"
 #include "tests/timing_fakes.h"
 
@@ -105,6 +106,7 @@ TEST(Tflops, CountsVisiblePairsOnly) {
   EXPECT_NEAR(forward_tflops(p, 1), 25.769803776, 1e-9);
   p.causal = true;  // 8,390,656 pairs
   EXPECT_NEAR(forward_tflops(p, 1), 12.888047616, 1e-9);
+  EXPECT_NEAR(tflops_of(backward_flops(p), 1), 2.5 * 12.888047616, 1e-9);
 }
 
 TEST(Ceilings, FiguresAboveAreFlagged) {
@@ -136,6 +138,13 @@ TEST(Timing, TheModelHasNoTime) {
   EXPECT_THROW(time_forward(model, stage, small_problem()), DeviceError);
   EXPECT_THROW(time_lse(model, stage, small_problem()), DeviceError);
   EXPECT_THROW(time_forward_interleaved(model, {&stage, &stage}, small_problem()), DeviceError);
+  const Stage backward =
+      fake_backward_stage([](const Problem&, const GradientStrides&, const BackwardArgs&, Stream) {
+        FAIL() << "was run";
+      });
+  EXPECT_THROW(time_backward(model, backward, small_problem(), &stage), DeviceError);
+  EXPECT_THROW(time_backward_interleaved(model, {&backward}, small_problem(), nullptr),
+               DeviceError);
   EXPECT_THROW(measure_ceilings(model), DeviceError);
 }
 

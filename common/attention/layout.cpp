@@ -49,4 +49,21 @@ TensorLayout layout_o(const Problem& p) {
   return {p.batch, p.heads, p.seqlen_q, p.head_dim, p.o};
 }
 
+GradientStrides strides_of_tensors(const Problem& p) {
+  return {.d_o = p.o, .d_q = p.q, .d_k = p.k, .d_v = p.v};
+}
+
+TensorLayout layout_do(const Problem& p, const GradientStrides& strides) {
+  return {p.batch, p.heads, p.seqlen_q, p.head_dim, strides.d_o};
+}
+TensorLayout layout_dq(const Problem& p, const GradientStrides& strides) {
+  return {p.batch, p.heads, p.seqlen_q, p.head_dim, strides.d_q};
+}
+TensorLayout layout_dk(const Problem& p, const GradientStrides& strides) {
+  return {p.batch, p.kv_heads, p.seqlen_k, p.head_dim, strides.d_k};
+}
+TensorLayout layout_dv(const Problem& p, const GradientStrides& strides) {
+  return {p.batch, p.kv_heads, p.seqlen_k, p.head_dim, strides.d_v};
+}
+
 }  // namespace flashsteps

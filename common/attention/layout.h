@@ -49,4 +49,13 @@ TensorLayout layout_k(const Problem& problem);  ///< of its K
 TensorLayout layout_v(const Problem& problem);  ///< of its V
 TensorLayout layout_o(const Problem& problem);  ///< of its O
 
+/// The strides of O for dO, of Q for dQ, of K for dK and of V for dV.
+GradientStrides strides_of_tensors(const Problem& problem);
+
+/// Of dO, dQ, dK and dV.
+TensorLayout layout_do(const Problem& problem, const GradientStrides& strides);
+TensorLayout layout_dq(const Problem& problem, const GradientStrides& strides);  ///< see layout_do
+TensorLayout layout_dk(const Problem& problem, const GradientStrides& strides);  ///< see layout_do
+TensorLayout layout_dv(const Problem& problem, const GradientStrides& strides);  ///< see layout_do
+
 }  // namespace flashsteps

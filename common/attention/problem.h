@@ -56,4 +56,10 @@ struct Problem {
   constexpr int64_t batch_heads() const { return int64_t{batch} * heads; }
 };
 
+/// How to find elements of dO (of O's shape) and of the gradients dQ, dK and dV (of the shapes of
+/// Q, K and V); as Problem has it for Q, K, V and O.
+struct GradientStrides {
+  Strides d_o{}, d_q{}, d_k{}, d_v{};
+};
+
 }  // namespace flashsteps

@@ -19,4 +19,16 @@ struct Outputs {
   std::vector<float> l;
 };
 
+/// What the backward pass reads beside Q, K and V: dO, as long as its TensorLayout's extent, and O
+/// and L of a forward pass.
+struct BackwardInputs {
+  std::vector<uint16_t> d_o;
+  Outputs forward;
+};
+
+/// dQ, dK and dV, each as long as its TensorLayout's extent.
+struct Gradients {
+  std::vector<uint16_t> dq, dk, dv;
+};
+
 }  // namespace flashsteps

@@ -100,4 +100,12 @@ void validate(const Problem& p) {
   validate_tensor("O", layout_o(p), true);
 }
 
+void validate(const Problem& p, const GradientStrides& strides) {
+  validate(p);
+  validate_tensor("dO", layout_do(p, strides), false);
+  validate_tensor("dQ", layout_dq(p, strides), true);
+  validate_tensor("dK", layout_dk(p, strides), true);
+  validate_tensor("dV", layout_dv(p, strides), true);
+}
+
 }  // namespace flashsteps

@@ -11,7 +11,7 @@ namespace flashsteps {
 inline constexpr int kMaxSeqlen = 1'000'000'000;
 /// Most (query, key) pairs, masked ones included, of all heads together: FLOPs and bytes then fit
 /// in 63 bits.
-inline constexpr int64_t kMaxPairs = int64_t{1} << 53;
+inline constexpr int64_t kMaxPairs = int64_t{1} << 52;
 /// Most elements that one tensor may span.
 inline constexpr int64_t kMaxExtent = int64_t{1} << 60;
 
@@ -25,5 +25,12 @@ inline constexpr int64_t kMaxExtent = int64_t{1} << 60;
 ///
 /// \throws std::invalid_argument with one line: what is wrong, what was given, what is allowed
 void validate(const Problem& problem);
+
+/// Returns when every backward stage may be asked for this problem with these strides: validate()
+/// for the problem, and the same rules for the strides of dO, dQ, dK and dV, of which no two rows
+/// of the gradients may overlap.
+///
+/// \throws std::invalid_argument as validate(const Problem&)
+void validate(const Problem& problem, const GradientStrides& strides);
 
 }  // namespace flashsteps

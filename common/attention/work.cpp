@@ -23,6 +23,10 @@ int64_t forward_flops(const Problem& p) {
   return 4 * p.batch_heads() * p.head_dim * visible_pairs(p);
 }
 
+int64_t backward_flops(const Problem& p) {
+  return 10 * p.batch_heads() * p.head_dim * visible_pairs(p);
+}
+
 TileCounts skipping_tile_counts(const Problem& p, int Br, int Bc) {
   if (Br <= 0 || Bc <= 0) throw std::invalid_argument("tile counts need tiles of at least 1 x 1");
   const int64_t Nq = p.seqlen_q, Nk = p.seqlen_k;

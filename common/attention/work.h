@@ -26,6 +26,10 @@ int64_t visible_pairs(const Problem& problem);
 /// project is based on.
 int64_t forward_flops(const Problem& problem);
 
+/// FLOPs of the backward pass: 2.5 times the forward's. Five products in place of two: S = Q K^T
+/// again, dP = dO V^T, dV = P^T dO, dQ = dS K and dK = dS^T Q.
+int64_t backward_flops(const Problem& problem);
+
 /// How many (row block, key tile) pairs a kernel works on, over all batches and heads.
 struct TileCounts {
   int64_t visited = 0;

@@ -70,24 +70,39 @@ flashsteps_status guarded(F&& f) noexcept {
 
 // --- from the caller's struct to a problem ---
 
-// Of the first version of the struct. A later one is longer, and takes what is missing as 0.
-constexpr uint64_t kOldestSize =
-    offsetof(flashsteps_forward_args, reserved) + sizeof(flashsteps_forward_args::reserved);
+// Each struct of the interface: its name in messages, its size in its first version (a later one is
+// longer, and takes what is missing as 0), and its pass.
+template <typename Args>
+struct About;
+template <>
+struct About<flashsteps_forward_args> {
+  static constexpr const char* kName = "flashsteps_forward_args";
+  static constexpr uint64_t kOldestSize =
+      offsetof(flashsteps_forward_args, reserved) + sizeof(flashsteps_forward_args::reserved);
+  static constexpr bool kBackward = false;
+};
+template <>
+struct About<flashsteps_backward_args> {
+  static constexpr const char* kName = "flashsteps_backward_args";
+  static constexpr uint64_t kOldestSize =
+      offsetof(flashsteps_backward_args, reserved) + sizeof(flashsteps_backward_args::reserved);
+  static constexpr bool kBackward = true;
+};
 
-flashsteps_forward_args known_part(const flashsteps_forward_args* given) {
+template <typename Args>
+Args known_part(const Args* given) {
   if (!given) refuse("args is NULL");
   const uint64_t size = given->size;
-  if (size < kOldestSize || size > 4096) {
-    refuse("size is {}; allowed: sizeof(flashsteps_forward_args) = {}", size,
-           sizeof(flashsteps_forward_args));
+  if (size < About<Args>::kOldestSize || size > 4096) {
+    refuse("size is {}; allowed: sizeof({}) = {}", size, About<Args>::kName, sizeof(Args));
   }
   const auto* bytes = reinterpret_cast<const unsigned char*>(given);
   if (std::any_of(bytes + std::min<uint64_t>(size, sizeof *given), bytes + size,
                   [](unsigned char byte) { return byte != 0; })) {
     refuse("size is {} and a member beyond {} is set; this library is too old to know it", size,
-           sizeof(flashsteps_forward_args));
+           sizeof(Args));
   }
-  flashsteps_forward_args args{};
+  Args args{};
   std::memcpy(&args, given, std::min<uint64_t>(size, sizeof args));
   if (args.reserved != 0) refuse("reserved is {}; allowed: 0", args.reserved);
   return args;
@@ -111,7 +126,12 @@ void require_flag(const char* name, int32_t value) {
   if (value != 0 && value != 1) refuse("{} is {}; allowed: 0, 1", name, value);
 }
 
-Problem problem_of(const flashsteps_forward_args& args) {
+void set_strides(Strides& strides, const flashsteps_strides& given) {
+  if (given.batch || given.head || given.row) strides = {given.batch, given.head, given.row};
+}
+
+template <typename Args>
+Problem problem_of(const Args& args) {
   require_flag("causal", args.causal);
   Problem p;
   p.batch = args.batch;
@@ -124,25 +144,53 @@ Problem problem_of(const flashsteps_forward_args& args) {
   p.causal = args.causal == 1;
   p.scale = args.scale;
   set_packed_strides(p);
-  const auto set = [](Strides& strides, const flashsteps_strides& given) {
-    if (given.batch || given.head || given.row) strides = {given.batch, given.head, given.row};
-  };
-  set(p.q, args.q_strides);
-  set(p.k, args.k_strides);
-  set(p.v, args.v_strides);
-  set(p.o, args.o_strides);
+  set_strides(p.q, args.q_strides);
+  set_strides(p.k, args.k_strides);
+  set_strides(p.v, args.v_strides);
+  set_strides(p.o, args.o_strides);
   validate(p);
   return p;
 }
 
-const Stage& stage_of(const flashsteps_forward_args& args, Target target) {
-  if (!args.stage) refuse("stage is NULL; allowed: {}", fmt::join(stage_ids(), ", "));
-  if (const Stage* stage = find_stage(args.stage, target)) return *stage;
-  const std::vector<std::string> ids = select_stages(args.stage);
-  if (ids.size() != 1) refuse("stage is '{}'; one stage is allowed, as in '08'", args.stage);
-  if (const Stage* stage = find_stage(ids.front(), target)) return *stage;
-  throw DeviceError(fmt::format("this library was built without {}",
-                                target == Target::model ? "the CPU model" : "CUDA"));
+GradientStrides strides_of(const flashsteps_forward_args&, const Problem&) {
+  return {};
+}
+
+GradientStrides strides_of(const flashsteps_backward_args& args, const Problem& p) {
+  Problem packed = p;
+  set_packed_strides(packed);
+  GradientStrides strides = strides_of_tensors(packed);
+  set_strides(strides.d_o, args.d_o_strides);
+  set_strides(strides.d_q, args.dq_strides);
+  set_strides(strides.d_k, args.dk_strides);
+  set_strides(strides.d_v, args.dv_strides);
+  validate(p, strides);
+  return strides;
+}
+
+void require_pass(const Stage& stage, bool backward) {
+  if (is_backward(stage) == backward) return;
+  refuse("stage {} is of the {} pass; flashsteps_{}() runs it", stage.id,
+         backward ? "forward" : "backward", backward ? "forward" : "backward");
+}
+
+const Stage& stage_of(const char* id, Target target, bool backward) {
+  if (!id) refuse("stage is NULL; allowed: {}", fmt::join(stage_ids(), ", "));
+  const Stage* stage = find_stage(id, target);
+  if (!stage) {
+    const std::vector<std::string> ids = select_stages(id);
+    if (ids.size() != 1) refuse("stage is '{}'; one stage is allowed, as in '08'", id);
+    stage = find_stage(ids.front(), target);
+    if (!stage) {
+      const Stage* other =
+          find_stage(ids.front(), target == Target::model ? Target::cuda : Target::model);
+      if (other) require_pass(*other, backward);
+      throw DeviceError(fmt::format("this library was built without {}",
+                                    target == Target::model ? "the CPU model" : "CUDA"));
+    }
+  }
+  require_pass(*stage, backward);
+  return *stage;
 }
 
 /// The variant of the stage that the caller asks for, checked. Without one no card is asked.
@@ -155,22 +203,36 @@ Variant variant_of(const flashsteps_forward_args& args, const Stage& stage, cons
   return variant;
 }
 
+Variant variant_of(const flashsteps_backward_args& args, const Stage& stage, const Problem& p) {
+  require_flag("deterministic", args.deterministic);
+  Variant variant;
+  variant.tiles = {args.tile_rows, args.tile_keys};
+  variant.deterministic = args.deterministic == 1;
+  if (variant.tiles != Tiles{}) (void)tiles_of(stage, p, variant);
+  return variant;
+}
+
 /// A call, checked but for its pointers. What no library could do is told before what this one
 /// cannot.
+template <typename Args>
 struct Request {
-  flashsteps_forward_args args;
+  Args args;
   Target target;
   Problem problem;
+  GradientStrides strides;
   const Stage& stage;
   Variant variant;
 
-  explicit Request(const flashsteps_forward_args* given)
+  explicit Request(const Args* given)
       : args(known_part(given)),
         target(target_of(args.target)),
         problem(problem_of(args)),
-        stage(stage_of(args, target)),
+        strides(strides_of(args, problem)),
+        stage(stage_of(args.stage, target, About<Args>::kBackward)),
         variant(variant_of(args, stage, problem)) {}
 };
+using ForwardRequest = Request<flashsteps_forward_args>;
+using BackwardRequest = Request<flashsteps_backward_args>;
 
 /// Memory of the caller's.
 struct Tensor {
@@ -180,7 +242,7 @@ struct Tensor {
   int alignment;
 };
 
-std::vector<Tensor> tensors_of(const Request& r) {
+std::vector<Tensor> tensors_of(const ForwardRequest& r) {
   const auto& [args, p] = std::tie(r.args, r.problem);
   return {{"q", args.q, p.seqlen_q > 0, 16},
           {"k", args.k, p.seqlen_k > 0, 16},
@@ -189,7 +251,16 @@ std::vector<Tensor> tensors_of(const Request& r) {
           {"l", args.l, p.seqlen_q > 0 && (args.l || !r.stage.lse), 4}};
 }
 
-void require_pointers(const Request& r) {
+std::vector<Tensor> tensors_of(const BackwardRequest& r) {
+  const auto& [args, p] = std::tie(r.args, r.problem);
+  const bool queries = p.seqlen_q > 0, keys = p.seqlen_k > 0;
+  return {{"q", args.q, queries, 16},   {"k", args.k, keys, 16},        {"v", args.v, keys, 16},
+          {"o", args.o, queries, 16},   {"d_o", args.d_o, queries, 16}, {"l", args.l, queries, 4},
+          {"dq", args.dq, queries, 16}, {"dk", args.dk, keys, 16},      {"dv", args.dv, keys, 16}};
+}
+
+template <typename Args>
+void require_pointers(const Request<Args>& r) {
   for (const Tensor& t : tensors_of(r)) {
     if (t.needed && !t.data) refuse("{} is NULL; stage {} needs it", t.name, r.stage.id);
     if (reinterpret_cast<uintptr_t>(t.data) % uintptr_t(t.alignment) != 0) {
@@ -208,8 +279,8 @@ int64_t aligned_bytes(const WorkspaceBuffer& buffer) {
   return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
 }
 
-int64_t workspace_bytes(const Request& r) {
-  const WorkspaceList list = r.stage.workspaces(r.problem);
+int64_t workspace_bytes(const Stage& stage, const Problem& p) {
+  const WorkspaceList list = stage.workspaces(p);
   int64_t bytes = 0;
   for (int i = 0; i < list.size; ++i) bytes += aligned_bytes(list.buffer[i]);
   return bytes;
@@ -260,19 +331,16 @@ int card_of(const char* name, const void* pointer) {
   refuse("{} at {} is no memory of a card", name, fmt::ptr(pointer));
 }
 
-void forward_on_card(const Request& r) {
+/// Checks what a call on a card needs beside its struct, cuts the caller's workspace into the
+/// stage's, makes the card of the tensors the current one, and calls `launch`; nothing where there
+/// is no tensor to write.
+template <typename Args, typename KernelArgs, typename Launch>
+void on_card(const Request<Args>& r, KernelArgs& args, Launch&& launch) {
   const CurrentCard kept;
   if (*why_no_cuda() != '\0') throw DeviceError(why_no_cuda());
 
-  ForwardArgs args{.Q = r.args.q,
-                   .K = r.args.k,
-                   .V = r.args.v,
-                   .O = r.args.o,
-                   .L = r.args.l,
-                   .tiles = r.variant.tiles,
-                   .one_block_per_head = r.variant.one_block_per_head};
   std::vector<Tensor> tensors = tensors_of(r);
-  const int64_t needed = workspace_bytes(r);
+  const int64_t needed = workspace_bytes(r.stage, r.problem);
   if (needed > 0) {
     if (!r.args.workspace || r.args.workspace_bytes < uint64_t(needed)) {
       refuse("the workspace has {} bytes; stage {} needs {} for this problem",
@@ -315,9 +383,36 @@ void forward_on_card(const Request& r) {
   const std::string unfit =
       why_capability_unfit(r.stage.min_capability, r.stage.capability_is_exact, info);
   if (!unfit.empty()) throw DeviceError(fmt::format("stage {} {}", r.stage.id, unfit));
+  launch();
+}
 
-  r.stage.forward(r.problem, args, r.args.stream);
-  if (r.stage.lse && args.L) r.stage.lse(r.problem, args, r.args.stream);
+void run_on_card(const ForwardRequest& r) {
+  ForwardArgs args{.Q = r.args.q,
+                   .K = r.args.k,
+                   .V = r.args.v,
+                   .O = r.args.o,
+                   .L = r.args.l,
+                   .tiles = r.variant.tiles,
+                   .one_block_per_head = r.variant.one_block_per_head};
+  on_card(r, args, [&] {
+    r.stage.forward(r.problem, args, r.args.stream);
+    if (r.stage.lse && args.L) r.stage.lse(r.problem, args, r.args.stream);
+  });
+}
+
+void run_on_card(const BackwardRequest& r) {
+  BackwardArgs args{.Q = r.args.q,
+                    .K = r.args.k,
+                    .V = r.args.v,
+                    .O = r.args.o,
+                    .dO = r.args.d_o,
+                    .L = r.args.l,
+                    .dQ = r.args.dq,
+                    .dK = r.args.dk,
+                    .dV = r.args.dv,
+                    .deterministic = r.variant.deterministic,
+                    .tiles = r.variant.tiles};
+  on_card(r, args, [&] { r.stage.backward(r.problem, r.strides, args, r.args.stream); });
 }
 
 #endif
@@ -344,63 +439,106 @@ std::vector<uint16_t> read_tensor(const TensorLayout& t, const void* from) {
   return bits;
 }
 
-void forward_on_model(const Request& r) {
-  static std::mutex mutex;  // a device is for one thread at a time
+/// A device for this call alone, which `run` gets; a device is for one thread at a time.
+template <typename Args, typename Run>
+void on_model(const Request<Args>& r, Run&& run) {
+  static std::mutex mutex;
   const std::lock_guard lock(mutex);
-  const Problem& p = r.problem;
   const std::unique_ptr<Device> device = make_model_device();
-  if (const auto reason = why_not(r.stage, p, device->info())) {
+  if (const auto reason = why_not(r.stage, r.problem, device->info())) {
     throw DeviceError(fmt::format("stage {} {}", r.stage.id, *reason));
   }
-  ForwardBuffers buffers(*device, r.stage, p, r.variant);
-  buffers.upload({read_tensor(layout_q(p), r.args.q), read_tensor(layout_k(p), r.args.k),
-                  read_tensor(layout_v(p), r.args.v)});
-  r.stage.forward(p, buffers.args(), nullptr);
-  if (r.stage.lse && r.args.l) r.stage.lse(p, buffers.args(), nullptr);
-  const Outputs outputs = buffers.download();
-  copy_rows(layout_o(p), static_cast<uint16_t*>(r.args.o), outputs.o.data());
-  if (r.args.l) std::copy(outputs.l.begin(), outputs.l.end(), r.args.l);
+  run(*device);
+}
+
+template <typename Args>
+Inputs inputs_of(const Request<Args>& r) {
+  const Problem& p = r.problem;
+  return {read_tensor(layout_q(p), r.args.q), read_tensor(layout_k(p), r.args.k),
+          read_tensor(layout_v(p), r.args.v)};
+}
+
+void write_tensor(const TensorLayout& t, void* to, const std::vector<uint16_t>& from) {
+  copy_rows(t, static_cast<uint16_t*>(to), from.data());
+}
+
+void run_on_model(const ForwardRequest& r) {
+  on_model(r, [&](Device& device) {
+    const Problem& p = r.problem;
+    ForwardBuffers buffers(device, r.stage, p, r.variant);
+    buffers.upload(inputs_of(r));
+    r.stage.forward(p, buffers.args(), nullptr);
+    if (r.stage.lse && r.args.l) r.stage.lse(p, buffers.args(), nullptr);
+    const Outputs outputs = buffers.download();
+    write_tensor(layout_o(p), r.args.o, outputs.o);
+    if (r.args.l) std::copy(outputs.l.begin(), outputs.l.end(), r.args.l);
+  });
+}
+
+void run_on_model(const BackwardRequest& r) {
+  on_model(r, [&](Device& device) {
+    const Problem& p = r.problem;
+    BackwardBuffers buffers(device, r.stage, p, r.strides, r.variant);
+    buffers.upload(inputs_of(r),
+                   {.d_o = read_tensor(layout_do(p, r.strides), r.args.d_o),
+                    .forward = {.o = read_tensor(layout_o(p), r.args.o),
+                                .l = std::vector<float>(r.args.l, r.args.l + p.rows())}});
+    r.stage.backward(p, r.strides, buffers.args(), nullptr);
+    const Gradients gradients = buffers.download();
+    write_tensor(layout_dq(p, r.strides), r.args.dq, gradients.dq);
+    write_tensor(layout_dk(p, r.strides), r.args.dk, gradients.dk);
+    write_tensor(layout_dv(p, r.strides), r.args.dv, gradients.dv);
+  });
 }
 
 #endif
 
-std::string ids_for(Target target) {
+std::string ids_for(Target target, bool backward) {
   std::string ids;
   for (const Stage* stage : stages_for(target)) {
+    if (is_backward(*stage) != backward) continue;
     if (!ids.empty()) ids += ',';
     ids += stage->id;
   }
   return ids;
 }
 
-}  // namespace
+const char* ids_for(int32_t target, bool backward) {
+  static const std::string ids[2][2] = {
+      {ids_for(Target::model, false), ids_for(Target::model, true)},
+      {ids_for(Target::cuda, false), ids_for(Target::cuda, true)}};
+  if (target != FLASHSTEPS_MODEL && target != FLASHSTEPS_CUDA) return "";
+  return ids[target == FLASHSTEPS_CUDA][backward].c_str();
+}
 
-flashsteps_status flashsteps_forward(const flashsteps_forward_args* given) {
+template <typename Args>
+flashsteps_status run(const Args* given) {
   return guarded([&] {
-    const Request request(given);
+    const Request<Args> request(given);
     require_pointers(request);
 #ifdef FLASHSTEPS_HAS_MODEL
-    if (request.target == Target::model) return forward_on_model(request);
+    if (request.target == Target::model) return run_on_model(request);
 #endif
 #ifdef FLASHSTEPS_HAS_CUDA
-    if (request.target == Target::cuda) return forward_on_card(request);
+    if (request.target == Target::cuda) return run_on_card(request);
 #endif
   });
 }
 
-flashsteps_status flashsteps_forward_workspace(const flashsteps_forward_args* given,
-                                               uint64_t* bytes) {
+template <typename Args>
+flashsteps_status ask_workspace(const Args* given, uint64_t* bytes) {
   return guarded([&] {
     if (!bytes) refuse("bytes is NULL");
-    *bytes = uint64_t(workspace_bytes(Request(given)));
+    const Request<Args> request(given);
+    *bytes = uint64_t(workspace_bytes(request.stage, request.problem));
   });
 }
 
-flashsteps_status flashsteps_forward_tiles(const flashsteps_forward_args* given, int32_t* rows,
-                                           int32_t* keys) {
+template <typename Args>
+flashsteps_status ask_tiles(const Args* given, int32_t* rows, int32_t* keys) {
   return guarded([&] {
     if (!rows || !keys) refuse("{} is NULL", rows ? "keys" : "rows");
-    const Request request(given);
+    const Request<Args> request(given);
 #ifdef FLASHSTEPS_HAS_CUDA
     const CurrentCard kept;
     if (request.target == Target::cuda && *why_no_cuda() != '\0') throw DeviceError(why_no_cuda());
@@ -411,13 +549,46 @@ flashsteps_status flashsteps_forward_tiles(const flashsteps_forward_args* given,
   });
 }
 
+}  // namespace
+
+flashsteps_status flashsteps_forward(const flashsteps_forward_args* args) {
+  return run(args);
+}
+
+flashsteps_status flashsteps_forward_workspace(const flashsteps_forward_args* args,
+                                               uint64_t* bytes) {
+  return ask_workspace(args, bytes);
+}
+
+flashsteps_status flashsteps_forward_tiles(const flashsteps_forward_args* args, int32_t* rows,
+                                           int32_t* keys) {
+  return ask_tiles(args, rows, keys);
+}
+
+flashsteps_status flashsteps_backward(const flashsteps_backward_args* args) {
+  return run(args);
+}
+
+flashsteps_status flashsteps_backward_workspace(const flashsteps_backward_args* args,
+                                                uint64_t* bytes) {
+  return ask_workspace(args, bytes);
+}
+
+flashsteps_status flashsteps_backward_tiles(const flashsteps_backward_args* args, int32_t* rows,
+                                            int32_t* keys) {
+  return ask_tiles(args, rows, keys);
+}
+
 const char* flashsteps_last_error() {
   return last_error;
 }
 
 const char* flashsteps_stages(int32_t target) {
-  static const std::string model = ids_for(Target::model), cuda = ids_for(Target::cuda);
-  return target == FLASHSTEPS_MODEL ? model.c_str() : target == FLASHSTEPS_CUDA ? cuda.c_str() : "";
+  return ids_for(target, false);
+}
+
+const char* flashsteps_backward_stages(int32_t target) {
+  return ids_for(target, true);
 }
 
 int32_t flashsteps_version() {

@@ -1,6 +1,6 @@
 /// \file
-/// The C interface of libflashsteps.so: the forward pass of any stage, for other languages. Plain C
-/// (C99), without any other header of the project.
+/// The C interface of libflashsteps.so: the forward pass and the backward pass of any stage, for
+/// other languages. Plain C (C99), without any other header of the project.
 ///
 /// Every function may be called from any thread at any time, and no C++ exception leaves it. What
 /// can fail returns a flashsteps_status; flashsteps_last_error() then says why, in one line.
@@ -136,13 +136,96 @@ FLASHSTEPS_API flashsteps_status flashsteps_forward_workspace(const flashsteps_f
 FLASHSTEPS_API flashsteps_status flashsteps_forward_tiles(const flashsteps_forward_args* args,
                                                           int32_t* rows, int32_t* keys);
 
+/// One backward pass, from O and L of a forward pass and the gradient dO of its output: with
+/// P = exp(S - L) and D = rowsum(dO o O), dV = P^T dO, dS = P o (dO V^T - D), dQ = scale dS K and
+/// dK = scale dS^T Q; dK and dV of a KV head are summed over the query heads that read it.
+///
+/// Set `size` to sizeof(flashsteps_backward_args) and every member that is not named to 0, as for
+/// flashsteps_forward_args.
+typedef struct flashsteps_backward_args {
+  uint64_t size;      ///< of this struct, in bytes
+  const char* stage;  ///< "09"; a number without a letter means the last step of that stage
+  int32_t target;     ///< flashsteps_target
+  int32_t dtype;      ///< flashsteps_dtype
+
+  int32_t batch;     ///< as in flashsteps_forward_args
+  int32_t heads;     ///< see batch
+  int32_t kv_heads;  ///< see batch
+  int32_t seqlen_q;  ///< see batch
+  int32_t seqlen_k;  ///< see batch
+  int32_t head_dim;  ///< see batch
+  float scale;       ///< that of the forward pass
+  int32_t causal;    ///< that of the forward pass
+
+  /// Q, O, dO and dQ have shape (batch, heads, seqlen_q, head_dim), K, V, dK and dV (batch,
+  /// kv_heads, seqlen_k, head_dim), with the strides below. Aligned to 16 bytes; a tensor without
+  /// elements may be NULL.
+  const void* q;
+  const void* k;    ///< see q
+  const void* v;    ///< see q
+  const void* o;    ///< see q; of the forward pass
+  const void* d_o;  ///< see q; the gradient of the loss by O
+  const float* l;   ///< L of the forward pass: fp32, (batch, heads, seqlen_q), packed
+  void* dq;         ///< see q; no two rows may overlap. 0 where a query sees no key
+  void* dk;         ///< see q; no two rows may overlap
+  void* dv;         ///< see q; no two rows may overlap
+
+  /// Multiples of 8. Along a dimension with more than one entry they are at least head_dim.
+  flashsteps_strides q_strides;
+  flashsteps_strides k_strides;    ///< see q_strides
+  flashsteps_strides v_strides;    ///< see q_strides
+  flashsteps_strides o_strides;    ///< see q_strides
+  flashsteps_strides d_o_strides;  ///< see q_strides
+  flashsteps_strides dq_strides;   ///< see q_strides
+  flashsteps_strides dk_strides;   ///< see q_strides
+  flashsteps_strides dv_strides;   ///< see q_strides
+
+  void* stream;              ///< as in flashsteps_forward_args
+  void* workspace;           ///< likewise, with flashsteps_backward_workspace()
+  uint64_t workspace_bytes;  ///< that `workspace` has
+
+  /// Tile sizes Br and Bc, for stages that are built for several; 0 and 0: the stage's choice.
+  int32_t tile_rows;
+  int32_t tile_keys;  ///< see tile_rows
+  /// 1: dQ is summed in a fixed order, so that its bits are the same in every run; 0: in whatever
+  /// order blocks finish. Those of dK and dV are the same in every run in any case.
+  int32_t deterministic;
+  int32_t reserved;  ///< 0
+} flashsteps_backward_args;
+
+/// Computes dQ, dK and dV, as flashsteps_forward() computes O and L.
+///
+/// \returns as flashsteps_forward()
+FLASHSTEPS_API flashsteps_status flashsteps_backward(const flashsteps_backward_args* args);
+
+/// How many bytes of workspace the backward pass needs for this problem: those of D, dQ_acc, …, as
+/// flashsteps_forward_workspace() counts them. They do not depend on `deterministic`.
+///
+/// \param args the problem
+/// \param[out] bytes as flashsteps_forward_workspace()
+/// \returns FLASHSTEPS_BAD_INPUT as flashsteps_backward() does
+FLASHSTEPS_API flashsteps_status flashsteps_backward_workspace(const flashsteps_backward_args* args,
+                                                               uint64_t* bytes);
+
+/// The tile sizes that flashsteps_backward() would use, as flashsteps_forward_tiles().
+///
+/// \param args the problem
+/// \param[out] rows Br, rows of Q; 0 for a stage without tiles
+/// \param[out] keys Bc, rows of K
+/// \returns FLASHSTEPS_UNAVAILABLE where there is no card to choose tiles for
+FLASHSTEPS_API flashsteps_status flashsteps_backward_tiles(const flashsteps_backward_args* args,
+                                                           int32_t* rows, int32_t* keys);
+
 /// Why the last call on this thread did not return FLASHSTEPS_OK, in one line: what is wrong, what
 /// was given, what is allowed. "" where it did. Valid until the next call on this thread.
 FLASHSTEPS_API const char* flashsteps_last_error(void);
 
-/// The ids of the stages that the library has for a flashsteps_target, ascending, with commas
-/// between them; "" where it has none.
+/// The ids of the stages of the forward pass that the library has for a flashsteps_target,
+/// ascending, with commas between them; "" where it has none.
 FLASHSTEPS_API const char* flashsteps_stages(int32_t target);
+
+/// The same of the stages of the backward pass.
+FLASHSTEPS_API const char* flashsteps_backward_stages(int32_t target);
 
 /// The library's version, 10000 * major + 100 * minor + patch.
 FLASHSTEPS_API int32_t flashsteps_version(void);

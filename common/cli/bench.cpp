@@ -35,10 +35,13 @@ void print_ceilings(const Ceilings& ceilings) {
   }
 }
 
+int64_t flops_of(const Stage& stage, const Problem& p) {
+  return is_backward(stage) ? backward_flops(p) : forward_flops(p);
+}
+
 // What must be said below a stage's row.
-void add_time_notes(Table& table, const Problem& p, const TimeResult& time,
-                    const Ceilings& ceilings) {
-  const std::string above = above_ceiling_note(forward_tflops(p, time.median_ms), ceilings);
+void add_time_notes(Table& table, int64_t flops, const TimeResult& time, const Ceilings& ceilings) {
+  const std::string above = above_ceiling_note(tflops_of(flops, time.median_ms), ceilings);
   if (!above.empty()) table.add_note(above);
   if (time.host_bound)
     table.add_note("the host could not queue launches fast enough; its cost may be in the time");
@@ -54,6 +57,11 @@ OpenedDevice open_card(const Options& options) {
   return device;
 }
 
+// Where the timed backward passes have their O and L from.
+std::string source_of_timed_forward(const Stage* forward) {
+  return forward ? source_of_forward(forward) : "no stage: O is random, and L what is expected";
+}
+
 // Times the selected stages on one problem, prints a table, and returns the report's "stages".
 Json time_stages(const Options& options, OpenedDevice& device, const Problem& p,
                  const Ceilings& ceilings, Selection& selection, Progress& progress) {
@@ -67,13 +75,22 @@ Json time_stages(const Options& options, OpenedDevice& device, const Problem& p,
                {"TFLOP/s"},
                {"of ceiling"},
                {"ms for L"}});
+  const Stage* const forward = forward_stage_for(options, p, device.info);
+  bool any_backward = false;
   for (const Stage* stage : selection.stages) {
+    const Variant variant = variant_for(options, *stage);
+    const int64_t flops = flops_of(*stage, p);
     progress.say(fmt::format("timing {} {}", stage->id, stage->name));
     TimeResult time;
     std::optional<TimeResult> lse;
     try {
-      time = time_forward(*device.device, *stage, p, {.seed = options.seed}, options.variant);
-      lse = time_lse(*device.device, *stage, p, {.seed = options.seed});
+      if (is_backward(*stage)) {
+        any_backward = true;
+        time = time_backward(*device.device, *stage, p, forward, {.seed = options.seed}, variant);
+      } else {
+        time = time_forward(*device.device, *stage, p, {.seed = options.seed}, variant);
+        lse = time_lse(*device.device, *stage, p, {.seed = options.seed});
+      }
     } catch (const DeviceFault&) {
       throw;
     } catch (const DeviceError& error) {
@@ -81,14 +98,15 @@ Json time_stages(const Options& options, OpenedDevice& device, const Problem& p,
       selection.left_out.push_back({stage->id, error.what()});
       continue;
     }
-    const double tflops = forward_tflops(p, time.median_ms);
-    table.add({stage->id, stage->name, tiles_cell(tiles_of(*stage, p, options.variant)),
+    const double tflops = tflops_of(flops, time.median_ms);
+    table.add({stage->id, stage->name, tiles_cell(tiles_of(*stage, p, variant)),
                ms_cell(time.median_ms), ms_cell(time.p10_ms), ms_cell(time.p90_ms),
                fmt::format("{:.1f}", tflops), share_cell(tflops, ceilings),
                lse ? ms_cell(lse->median_ms) : "-"});
-    add_time_notes(table, p, time, ceilings);
-    Json json = stage_json(*stage, p, options.variant);
-    json["time"] = time_json(p, time, ceilings);
+    add_time_notes(table, flops, time, ceilings);
+    Json json = stage_json(*stage, p, variant);
+    json["time"] = time_json(flops, time, ceilings);
+    if (is_backward(*stage)) json["forward"] = forward ? forward->id : "none";
     if (lse)
       json["lse_time"] = {
           {"median_ms", lse->median_ms}, {"p10_ms", lse->p10_ms}, {"p90_ms", lse->p90_ms}};
@@ -97,6 +115,8 @@ Json time_stages(const Options& options, OpenedDevice& device, const Problem& p,
   progress.clear();
   print_problem(options, p, false);
   print("{}", table.str());
+  if (any_backward)
+    print("\nO and L for the backward pass by {}\n", source_of_timed_forward(forward));
   print_left_out(selection);
   return stages;
 }
@@ -145,20 +165,27 @@ Json tune_stages(const Options& options, OpenedDevice& device, const Problem& p,
     progress.say(
         fmt::format("timing {} {} at {} tile sizes", stage->id, stage->name, candidates.size()));
     std::vector<Variant> variants;
-    for (const Tiles tiles : candidates)
-      variants.push_back(
-          {.tiles = tiles, .one_block_per_head = options.variant.one_block_per_head});
-    const InterleavedResult times = time_forward_interleaved(
-        *device.device, std::vector(candidates.size(), stage), p, {.seed = options.seed}, variants);
+    for (const Tiles tiles : candidates) {
+      variants.push_back(variant_for(options, *stage));
+      variants.back().tiles = tiles;
+    }
+    const std::vector same(candidates.size(), stage);
+    const TimingOptions timing{.seed = options.seed};
+    const int64_t flops = flops_of(*stage, p);
+    const InterleavedResult times =
+        is_backward(*stage) ? time_backward_interleaved(*device.device, same, p,
+                                                        forward_stage_for(options, p, device.info),
+                                                        timing, variants)
+                            : time_forward_interleaved(*device.device, same, p, timing, variants);
     size_t fastest = 0;
     for (size_t i = 1; i < candidates.size(); ++i) {
       if (times.speedup(i, fastest) > 1) fastest = i;
     }
-    Json json = stage_json(*stage, p);
+    Json json = stage_json(*stage, p, variant_for(options, *stage));
     for (size_t i = 0; i < candidates.size(); ++i) {
       const TimeResult& time = times.time[i];
       const KernelResources& kernel = times.kernel[i];
-      const double tflops = forward_tflops(p, time.median_ms);
+      const double tflops = tflops_of(flops, time.median_ms);
       const int warps = kernel.blocks_per_multiprocessor * kernel.threads / 32;
       table.add({i == 0 ? stage->id : "", name_of(candidates[i]), ms_cell(time.median_ms),
                  ms_cell(time.p10_ms), ms_cell(time.p90_ms), fmt::format("{:.1f}", tflops),
@@ -167,9 +194,9 @@ Json tune_stages(const Options& options, OpenedDevice& device, const Problem& p,
                  kernel.local_bytes > 0 ? fmt::format("{} B", kernel.local_bytes) : "no",
                  with_commas(kernel.shared_memory),
                  std::to_string(kernel.blocks_per_multiprocessor), std::to_string(warps)});
-      add_time_notes(table, p, time, ceilings);
+      add_time_notes(table, flops, time, ceilings);
       Json candidate = {{"tiles", tiles_json(candidates[i])},
-                        {"time", time_json(p, time, ceilings)},
+                        {"time", time_json(flops, time, ceilings)},
                         {"kernel",
                          {{"name", kernel.name},
                           {"threads", kernel.threads},
@@ -252,47 +279,64 @@ int bench_sweep(const Options& options, OpenedDevice& device, const Ceilings& ce
   return 0;
 }
 
-// One table of what the model counted, in units that a person compares.
-int ladder_on_model(const Options& options, const Problem& p, const std::vector<StageRun>& runs,
-                    const Yardstick& yardstick, const Selection& selection, Json report) {
-  Table table({{"stage", Align::left},
-               {"name", Align::left},
-               {"check", Align::left},
-               {"read"},
-               {"written"},
-               {"shared"},
-               {"conflicts"},
-               {"barriers"},
-               {"MMA FLOPs"},
-               {"exp"},
-               {"div"},
-               {"blocks"}});
-  bool all_ok = true;
-  for (const StageRun& run : runs) {
-    const Verdict verdict = judge(p, yardstick, run);
+// One table of what the model counted, in units that a person compares: the ladder of the forward
+// pass, or the stages of the backward pass.
+Table counts_table(const Options& options, const Task& task, const Runs& runs,
+                   const Yardstick& yardstick, bool backward, bool& all_ok, Json& stages) {
+  std::vector<Table::Column> columns = {{"stage", Align::left},
+                                        {"name", Align::left},
+                                        {"check", Align::left},
+                                        {"read"},
+                                        {"written"},
+                                        {"shared"},
+                                        {"conflicts"},
+                                        {"barriers"},
+                                        {"MMA FLOPs"},
+                                        {"exp"},
+                                        {"div"},
+                                        {"blocks"}};
+  if (backward) columns.insert(columns.begin() + 5, {"atomics"});
+  Table table(columns);
+  for (const StageRun& run : runs.stages) {
+    if (is_backward(*run.stage) != backward) continue;
+    const Verdict verdict = judge(task, yardstick, runs, run);
     all_ok &= verdict.ok();
     std::vector<std::string> row = {run.stage->id, run.stage->name, verdict.ok() ? "ok" : "FAILED"};
-    Json json = stage_json(*run.stage, p);
+    Json json = stage_json(*run.stage, task.problem, variant_for(options, *run.stage));
     add_verdict(verdict, json);
-    if (run.run && run.run->ledger) {
-      const Ledger& ledger = *run.run->ledger;
-      for (std::string cell : {human_bytes(Ledger::total(ledger.global_read)),
-                               human_bytes(Ledger::total(ledger.global_written)),
-                               human_bytes(ledger.shared_read + ledger.shared_written),
+    if (const Ledger* its = run.ledger()) {
+      const Ledger& ledger = *its;
+      row.push_back(human_bytes(Ledger::total(ledger.global_read)));
+      row.push_back(human_bytes(Ledger::total(ledger.global_written)));
+      if (backward) row.push_back(human_bytes(ledger.atomic_bytes));
+      for (std::string cell : {human_bytes(ledger.shared_read + ledger.shared_written),
                                human_count(ledger.bank_conflicts), human_count(ledger.barriers),
                                human_count(ledger.mma_flops), human_count(ledger.exp),
                                human_count(ledger.div), human_count(ledger.grid_blocks)}) {
         row.push_back(std::move(cell));
       }
       json["counts"] = ledger;
-      if (run.run->lse_ledger) json["lse_counts"] = *run.run->lse_ledger;
+      if (run.run && run.run->lse_ledger) json["lse_counts"] = *run.run->lse_ledger;
     }
     table.add(row);
     if (!verdict.ok()) table.add_note(verdict.describe());
-    report["stages"].push_back(json);
+    stages.push_back(json);
   }
+  return table;
+}
+
+// A report's "backward" is apart from its "stages": the ladder is the forward pass.
+int ladder_on_model(const Options& options, const Task& task, const Runs& runs,
+                    const Yardstick& yardstick, const Selection& selection, Json report) {
+  bool all_ok = true;
+  Json backward = Json::array();
+  const Table table = counts_table(options, task, runs, yardstick, false, all_ok, report["stages"]);
+  const Table its_table = counts_table(options, task, runs, yardstick, true, all_ok, backward);
+  const bool any_forward = !report["stages"].empty(), any_backward = !backward.empty();
+  if (any_backward) report["backward"] = std::move(backward);
   write_report(options, report);
-  print("{}", table.str());
+  if (any_forward) print("{}", table.str());
+  if (any_backward) print("{}the backward pass\n{}", any_forward ? "\n" : "", its_table.str());
   print(
       "\nread, written: bytes of global memory that threads asked for; shared: bytes of shared "
       "memory, both ways.\n"
@@ -302,63 +346,89 @@ int ladder_on_model(const Options& options, const Problem& p, const std::vector<
   return all_ok ? 0 : 1;
 }
 
-int ladder_on_card(const Options& options, OpenedDevice& device, const Problem& p,
-                   const std::vector<StageRun>& runs, const Yardstick& yardstick,
-                   const Selection& selection, Json report, Progress& progress) {
+int ladder_on_card(const Options& options, OpenedDevice& device, const Task& task, const Runs& runs,
+                   const Yardstick& yardstick, const Selection& selection, Json report,
+                   Progress& progress) {
+  const Problem& p = task.problem;
   bool all_ok = true;
   std::vector<Verdict> verdicts;
-  std::vector<const Stage*> timed;  // not after a fault: the card then does nothing more
+  std::vector<const Stage*> forward, backward;
+  std::vector<Variant> backward_variants;
   bool fault = false;
-  for (const StageRun& run : runs) {
-    verdicts.push_back(judge(p, yardstick, run));
+  for (const StageRun& run : runs.stages) {
+    verdicts.push_back(judge(task, yardstick, runs, run));
     all_ok &= verdicts.back().ok();
-    fault |= !run.run;
-    timed.push_back(run.stage);
+    fault |= !run.run && !run.backward;
+    (is_backward(*run.stage) ? backward : forward).push_back(run.stage);
+    if (is_backward(*run.stage)) backward_variants.push_back(variant_for(options, *run.stage));
   }
-  if (fault || forward_flops(p) == 0) timed.clear();
+  // Not after a fault: the card then does nothing more.
+  const bool timed = !fault && forward_flops(p) > 0;
   Ceilings ceilings;
-  InterleavedResult times;
-  if (!timed.empty()) {
+  InterleavedResult times, backward_times;
+  if (timed) {
     progress.say("timing all stages in turn");
     ceilings = measure_ceilings(*device.device, {.seed = options.seed});
-    times = time_forward_interleaved(*device.device, timed, p, {.seed = options.seed});
+    if (!forward.empty())
+      times = time_forward_interleaved(*device.device, forward, p, {.seed = options.seed});
+    if (!backward.empty()) {
+      backward_times =
+          time_backward_interleaved(*device.device, backward, p, runs.given->forward_stage,
+                                    {.seed = options.seed}, backward_variants);
+    }
     progress.clear();
     report["ceilings"] = ceilings_json(ceilings);
     print_ceilings(ceilings);
   }
-  Table table({{"stage", Align::left},
-               {"name", Align::left},
-               {"check", Align::left},
-               {"ms"},
-               {"p10"},
-               {"p90"},
-               {"TFLOP/s"},
-               {"of ceiling"},
-               {"x the one before"}});
-  for (size_t i = 0; i < runs.size(); ++i) {
-    std::vector<std::string> row = {runs[i].stage->id, runs[i].stage->name,
-                                    verdicts[i].ok() ? "ok" : "FAILED"};
-    Json json = stage_json(*runs[i].stage, p);
-    add_verdict(verdicts[i], json);
-    if (!timed.empty()) {
-      const TimeResult& time = times.time[i];
-      const double tflops = forward_tflops(p, time.median_ms);
-      for (std::string cell :
-           {ms_cell(time.median_ms), ms_cell(time.p10_ms), ms_cell(time.p90_ms),
-            fmt::format("{:.1f}", tflops), share_cell(tflops, ceilings),
-            i == 0 ? std::string() : fmt::format("{:.2f}", times.speedup(i, i - 1))}) {
-        row.push_back(std::move(cell));
+  // The ladder of the forward pass, or the stages of the backward pass, with their times.
+  const auto table_of = [&](bool of_backward, const InterleavedResult& its, Json& stages) {
+    std::vector<Table::Column> columns = {{"stage", Align::left},
+                                          {"name", Align::left},
+                                          {"check", Align::left},
+                                          {"ms"},
+                                          {"p10"},
+                                          {"p90"},
+                                          {"TFLOP/s"},
+                                          {"of ceiling"}};
+    if (!of_backward) columns.push_back({"x the one before"});
+    Table table(columns);
+    size_t i = 0;  // among these
+    for (size_t r = 0; r < runs.stages.size(); ++r) {
+      const Stage& stage = *runs.stages[r].stage;
+      if (is_backward(stage) != of_backward) continue;
+      const int64_t flops = flops_of(stage, p);
+      std::vector<std::string> row = {stage.id, stage.name, verdicts[r].ok() ? "ok" : "FAILED"};
+      Json json = stage_json(stage, p, variant_for(options, stage));
+      add_verdict(verdicts[r], json);
+      if (timed) {
+        const TimeResult& time = its.time[i];
+        const double tflops = tflops_of(flops, time.median_ms);
+        for (std::string cell :
+             {ms_cell(time.median_ms), ms_cell(time.p10_ms), ms_cell(time.p90_ms),
+              fmt::format("{:.1f}", tflops), share_cell(tflops, ceilings)}) {
+          row.push_back(std::move(cell));
+        }
+        json["time"] = time_json(flops, time, ceilings);
+        if (!of_backward && i > 0) {
+          row.push_back(fmt::format("{:.2f}", its.speedup(i, i - 1)));
+          json["time"]["speedup_over_previous"] = its.speedup(i, i - 1);
+        }
       }
-      json["time"] = time_json(p, time, ceilings);
-      if (i > 0) json["time"]["speedup_over_previous"] = times.speedup(i, i - 1);
+      table.add(row);
+      if (!verdicts[r].ok()) table.add_note(verdicts[r].describe());
+      if (timed) add_time_notes(table, flops, its.time[i], ceilings);
+      stages.push_back(json);
+      ++i;
     }
-    table.add(row);
-    if (!verdicts[i].ok()) table.add_note(verdicts[i].describe());
-    if (!timed.empty()) add_time_notes(table, p, times.time[i], ceilings);
-    report["stages"].push_back(json);
-  }
+    return table;
+  };
+  Json backward_json = Json::array();
+  const Table table = table_of(false, times, report["stages"]);
+  const Table its_table = table_of(true, backward_times, backward_json);
+  if (!backward.empty()) report["backward"] = std::move(backward_json);
   write_report(options, report);
-  print("\n{}", table.str());
+  if (!forward.empty()) print("\n{}", table.str());
+  if (!backward.empty()) print("\nthe backward pass\n{}", its_table.str());
   print_left_out(selection);
   return all_ok ? 0 : 1;
 }
@@ -395,9 +465,10 @@ int ladder(const Options& options) {
   const Problem& p = task.problem;
   Selection selection = select(options, p, device.info);
   Progress progress;
+  const Runs runs = run_stages(options, device, task, selection, progress);
   progress.say("computing the reference");
-  const Yardstick yardstick = make_yardstick(options, task);
-  const std::vector<StageRun> runs = run_stages(options, device, task, selection, progress);
+  const Yardstick yardstick = make_yardstick(options, task, runs);
+  progress.clear();
 
   Json report = new_report(device);
   report["problem"] = problem_json(options, p, true);
@@ -405,11 +476,11 @@ int ladder(const Options& options) {
   add_left_out(selection, report);
   print_device(device);
   print_problem(options, p, true);
-  print_yardstick(p, yardstick);
+  print_yardstick(p, yardstick, runs);
   if (device.info.target == Target::model) {
-    return ladder_on_model(options, p, runs, yardstick, selection, std::move(report));
+    return ladder_on_model(options, task, runs, yardstick, selection, std::move(report));
   }
-  return ladder_on_card(options, device, p, runs, yardstick, selection, std::move(report),
+  return ladder_on_card(options, device, task, runs, yardstick, selection, std::move(report),
                         progress);
 }
 

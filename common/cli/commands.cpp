@@ -34,6 +34,18 @@ std::vector<std::string> check_row(const char* id, const char* name, const std::
           c->ok ? "ok" : "FAILED"};
 }
 
+std::vector<std::string> check_row(const char* id, const char* name, const std::string& tiles,
+                                   const std::optional<GradientComparison>& c, bool ok) {
+  std::vector<std::string> row = {id, name, tiles};
+  for (const TensorComparison* tensor :
+       {c ? &c->dq : nullptr, c ? &c->dk : nullptr, c ? &c->dv : nullptr}) {
+    row.push_back(tensor ? fmt::format("{:.2e}", tensor->max_abs_error) : "-");
+    row.push_back(tensor ? fmt::format("{:.2e}", tensor->bound) : "-");
+  }
+  row.push_back(ok ? "ok" : "FAILED");
+  return row;
+}
+
 }  // namespace
 
 int list(const Options& options) {
@@ -81,6 +93,7 @@ int list(const Options& options) {
     table.add(
         {stage->id, stage->name, tiles, human_bytes(device_bytes(*stage, p)), stage->summary});
     if (reason) table.add_note("cannot run here: " + *reason);
+    json["pass"] = is_backward(*stage) ? "backward" : "forward";
     json["summary"] = stage->summary;
     json["file"] = stage->file;
     json["device_bytes"] = device_bytes(*stage, p);
@@ -105,9 +118,10 @@ int check(const Options& options) {
   Selection selection = select(options, p, device.info);
 
   Progress progress;
+  const Runs runs = run_stages(options, device, task, selection, progress);
   progress.say("computing the reference");
-  const Yardstick yardstick = make_yardstick(options, task);
-  const std::vector<StageRun> runs = run_stages(options, device, task, selection, progress);
+  const Yardstick yardstick = make_yardstick(options, task, runs);
+  progress.clear();
 
   Json report = new_report(device);
   report["problem"] = problem_json(options, p, true);
@@ -120,24 +134,49 @@ int check(const Options& options) {
                {"L error"},
                {"bound"},
                {"result", Align::left}});
-  bool all_ok = true;
-  for (const StageRun& run : runs) {
-    const Verdict verdict = judge(p, yardstick, run);
+  Table gradients({{"stage", Align::left},
+                   {"name", Align::left},
+                   {"tiles"},
+                   {"dQ error"},
+                   {"bound"},
+                   {"dK error"},
+                   {"bound"},
+                   {"dV error"},
+                   {"bound"},
+                   {"result", Align::left}});
+  bool all_ok = true, any_forward = false, any_backward = false;
+  for (const StageRun& run : runs.stages) {
+    const Stage& stage = *run.stage;
+    const Variant variant = variant_for(options, stage);
+    const Verdict verdict = judge(task, yardstick, runs, run);
+    const std::string tiles = tiles_cell(tiles_of(stage, p, variant));
     all_ok &= verdict.ok();
-    table.add(check_row(run.stage->id, run.stage->name,
-                        tiles_cell(tiles_of(*run.stage, p, options.variant)), verdict.oracle));
-    if (verdict.files) table.add(check_row("", "  against the files", "", verdict.files));
-    if (!verdict.ok()) table.add_note(verdict.describe());
+    Table& its_table = is_backward(stage) ? gradients : table;
+    (is_backward(stage) ? any_backward : any_forward) = true;
+    if (is_backward(stage)) {
+      its_table.add(check_row(stage.id, stage.name, tiles, verdict.gradients,
+                              verdict.gradients && verdict.gradients->ok() && verdict.oracle->ok));
+      if (verdict.gradient_files) {
+        its_table.add(check_row("", "  against the files", "", verdict.gradient_files,
+                                verdict.gradient_files->ok()));
+      }
+    } else {
+      its_table.add(check_row(stage.id, stage.name, tiles, verdict.oracle));
+      if (verdict.files) its_table.add(check_row("", "  against the files", "", verdict.files));
+    }
+    if (!verdict.ok()) its_table.add_note(verdict.describe());
     if (run.run) write_outputs(options, p, run.run->outputs);
-    report["stages"].push_back(stage_json(*run.stage, p, options.variant));
+    if (run.backward) write_gradients(options, task, run.backward->gradients);
+    report["stages"].push_back(stage_json(stage, p, variant));
     add_verdict(verdict, report["stages"].back());
   }
   add_left_out(selection, report);
   write_report(options, report);
   print_device(device);
   print_problem(options, p, true);
-  print_yardstick(p, yardstick);
-  print("{}", table.str());
+  print_yardstick(p, yardstick, runs);
+  if (any_forward) print("{}", table.str());
+  if (any_backward) print("{}{}", any_forward ? "\n" : "", gradients.str());
   print_left_out(selection);
   return all_ok ? 0 : 1;
 }
@@ -148,7 +187,7 @@ int count(const Options& options) {
   const Problem& p = task.problem;
   Selection selection = select(options, p, device.info);
   Progress progress;
-  const std::vector<StageRun> runs = run_stages(options, device, task, selection, progress);
+  const Runs runs = run_stages(options, device, task, selection, progress);
 
   Json report = new_report(device);
   report["problem"] = problem_json(options, p, true);
@@ -160,24 +199,25 @@ int count(const Options& options) {
   std::vector<Ledger> ledgers, lse_ledgers;
   bool all_ok = true;
   std::string faults;
-  for (const StageRun& run : runs) {
-    Json json = stage_json(*run.stage, p, options.variant);
-    if (run.run && run.run->ledger) {
+  for (const StageRun& run : runs.stages) {
+    const Variant variant = variant_for(options, *run.stage);
+    Json json = stage_json(*run.stage, p, variant);
+    if (const Ledger* ledger = run.ledger()) {
       ids.push_back(run.stage->id);
-      tiles.push_back(tiles_of(*run.stage, p, options.variant));
-      ledgers.push_back(*run.run->ledger);
-      json["counts"] = *run.run->ledger;
+      tiles.push_back(tiles_of(*run.stage, p, variant));
+      ledgers.push_back(*ledger);
+      json["counts"] = *ledger;
       if (options.card) {
         bounds.emplace_back();
-        if (const auto reason = why_no_bound(*options.card, p, *run.run->ledger)) {
+        if (const auto reason = why_no_bound(*options.card, p, *ledger)) {
           without_bound.push_back(fmt::format("{} {}", run.stage->id, *reason));
           json["no_bound"] = *reason;
         } else {
-          bounds.back() = time_bound(*options.card, p, *run.run->ledger);
+          bounds.back() = time_bound(*options.card, *run.stage, p, *ledger);
           json["bound"] = bound_json(*options.card, *bounds.back());
         }
       }
-      if (run.run->lse_ledger) {
+      if (run.run && run.run->lse_ledger) {
         lse_ids.push_back(run.stage->id);
         lse_ledgers.push_back(*run.run->lse_ledger);
         json["lse_counts"] = *run.run->lse_ledger;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <functional>
@@ -37,6 +38,12 @@ T parse_number(const char* option, const std::string& text, T least, T most,
 int parse_int(const char* option, const std::string& text, int least, int most) {
   return parse_number(option, text, least, most,
                       fmt::format("whole numbers from {} to {}", least, most));
+}
+
+/// The stage with this id, for whatever target there is.
+const Stage& stage_with(std::string_view id) {
+  const Stage* stage = find_stage(id, Target::model);
+  return stage ? *stage : *find_stage(id, Target::cuda);
 }
 
 /// One of several named values.
@@ -176,6 +183,28 @@ void add_variant(CLI::App& app, Options& options) {
       ->type_name("GRID");
 }
 
+void add_backward(CLI::App& app, Options& options) {
+  app.add_option_function<std::string>(
+         "--forward-stage",
+         [&](const std::string& text) {
+           try {
+             const std::vector<std::string> ids = select_stages(text);
+             if (ids.size() != 1) throw std::invalid_argument("one stage is allowed");
+             if (is_backward(stage_with(ids.front())))
+               throw std::invalid_argument("it is of the backward pass");
+             options.forward_stage = ids.front();
+           } catch (const std::invalid_argument& error) {
+             throw std::invalid_argument(
+                 fmt::format("--forward-stage is '{}': {}", text, error.what()));
+           }
+         },
+         "which stage gives backward stages their O and L (default: the last that runs here; the "
+         "reference in a program without one)")
+      ->type_name("STAGE");
+  app.add_flag("--deterministic", options.variant.deterministic,
+               "backward stages sum dQ in a fixed order");
+}
+
 void add_shared_memory(CLI::App& app, Options& options) {
   constexpr int64_t kMost = 256 * 1024;
   app.add_option_function<std::string>(
@@ -190,7 +219,7 @@ void add_shared_memory(CLI::App& app, Options& options) {
       ->type_name("BYTES");
 }
 
-void add_path(CLI::App& app, const char* name, std::optional<std::filesystem::path>& to,
+void add_path(CLI::App& app, const std::string& name, std::optional<std::filesystem::path>& to,
               bool written, const char* help) {
   app.add_option_function<std::string>(
          name,
@@ -201,6 +230,12 @@ void add_path(CLI::App& app, const char* name, std::optional<std::filesystem::pa
          },
          help)
       ->type_name("FILE");
+}
+
+void add_d_o(CLI::App& app, Options& options) {
+  add_path(
+      app, "--do", options.d_o, false,
+      "dO of backward stages from a .npy file, with --q, --k and --v (default: random normal)");
 }
 
 void add_input_files(CLI::App& app, Options& options) {
@@ -220,28 +255,55 @@ void require_consistent(const Options& options) {
     throw std::invalid_argument(
         "--expect-o and --expect-lse belong to given tensors; --q, --k and --v are missing");
   }
-  if (options.out || options.lse) {
-    const size_t stages = select_stages(options.stages).size();
-    if (stages != 1) {
-      throw std::invalid_argument(fmt::format(
-          "--out and --lse write one stage's result; --stage {} means {}", options.stages, stages));
-    }
+  if (files == 0 && options.d_o)
+    throw std::invalid_argument("--do belongs to given tensors; --q, --k and --v are missing");
+  const bool expects_gradients = options.expect_dq || options.expect_dk || options.expect_dv;
+  if (expects_gradients && !options.d_o) {
+    throw std::invalid_argument(
+        "--expect-dq, --expect-dk and --expect-dv belong to given tensors; --do is missing");
   }
+  const std::vector<std::string> stages = select_stages(options.stages);
+  const bool writes = options.out || options.lse;
+  const bool writes_gradients = options.dq || options.dk || options.dv;
+  if (stages.size() != 1 && (writes || writes_gradients)) {
+    throw std::invalid_argument(fmt::format("{} write one stage's result; --stage {} means {}",
+                                            writes ? "--out and --lse" : "--dq, --dk and --dv",
+                                            options.stages, stages.size()));
+  }
+  const auto is_backward_id = [](const std::string& id) { return is_backward(stage_with(id)); };
+  const bool any_backward = std::any_of(stages.begin(), stages.end(), is_backward_id);
+  const bool all_backward = std::all_of(stages.begin(), stages.end(), is_backward_id);
+  const auto require_pass = [&](bool given, const char* names, bool there, const char* pass) {
+    if (given && !there) {
+      throw std::invalid_argument(fmt::format("{} of the {} pass; --stage {} means no stage of it",
+                                              names, pass, options.stages));
+    }
+  };
+  require_pass(writes, "--out and --lse are", !all_backward, "forward");
+  require_pass(options.expect_o || options.expect_lse, "--expect-o and --expect-lse are",
+               !all_backward, "forward");
+  require_pass(writes_gradients, "--dq, --dk and --dv are", any_backward, "backward");
+  require_pass(expects_gradients, "--expect-dq, --expect-dk and --expect-dv are", any_backward,
+               "backward");
+  require_pass(options.d_o.has_value(), "--do is", any_backward, "backward");
+  require_pass(options.forward_stage.has_value(), "--forward-stage is", any_backward, "backward");
+  require_pass(options.variant.deterministic, "--deterministic is", any_backward, "backward");
   const std::pair<const char*, const std::optional<std::filesystem::path>*> written[] = {
-      {"--json", &options.json}, {"--out", &options.out}, {"--lse", &options.lse}};
-  for (const auto& [name, path] : written) {
-    for (const auto& [other_name, other] : written) {
-      if (path < other && *path && *other && **path == **other) {
+      {"--json", &options.json}, {"--out", &options.out}, {"--lse", &options.lse},
+      {"--dq", &options.dq},     {"--dk", &options.dk},   {"--dv", &options.dv}};
+  for (size_t i = 0; i < std::size(written); ++i) {
+    for (size_t other = i + 1; other < std::size(written); ++other) {
+      const auto& [name, path] = written[i];
+      const auto& [other_name, other_path] = written[other];
+      if (*path && *other_path && **path == **other_path) {
         throw std::invalid_argument(
             fmt::format("{} and {} name the same file {}", name, other_name, (*path)->string()));
       }
     }
   }
   if (options.variant.one_block_per_head) {
-    for (const std::string& id : select_stages(options.stages)) {
-      const Stage* stage = find_stage(id, Target::model);
-      if (!stage) stage = find_stage(id, Target::cuda);
-      if (!has_grid_choice(*stage)) {
+    for (const std::string& id : stages) {
+      if (!has_grid_choice(stage_with(id))) {
         throw std::invalid_argument(
             fmt::format("--grid bh is for stage 05 alone: stage {} has one grid (--stage is {})",
                         id, options.stages));
@@ -279,6 +341,18 @@ std::string one_line(std::string text) {
 
 }  // namespace
 
+Variant variant_for(const Options& options, const Stage& stage) {
+  Variant variant = options.variant;
+  variant.deterministic &= is_backward(stage);
+  return variant;
+}
+
+bool names_backward(const Options& options) {
+  const std::vector<std::string> ids = select_stages(options.stages);
+  return std::any_of(ids.begin(), ids.end(),
+                     [](const std::string& id) { return is_backward(stage_with(id)); });
+}
+
 std::optional<Options> parse(int argc, char** argv) {
   Options options;
   CLI::App app(
@@ -303,8 +377,12 @@ std::optional<Options> parse(int argc, char** argv) {
                  "checks every stage, and counts (model) or times (card) it: one table");
 
   for (CLI::App* sub : {check, count, bench}) add_variant(*sub, options);
+  for (CLI::App* sub : {check, count, bench, ladder}) add_backward(*sub, options);
   for (CLI::App* sub : {list, check, count, ladder}) add_shared_memory(*sub, options);
-  for (CLI::App* sub : {check, count, ladder}) add_input_files(*sub, options);
+  for (CLI::App* sub : {check, count, ladder}) {
+    add_input_files(*sub, options);
+    add_d_o(*sub, options);
+  }
   for (CLI::App* sub : {check, ladder}) {
     add_path(*sub, "--expect-o", options.expect_o, false, "also compares O with this .npy file");
     add_path(*sub, "--expect-lse", options.expect_lse, false,
@@ -314,6 +392,18 @@ std::optional<Options> parse(int argc, char** argv) {
            "writes O of the one stage as .npy: float16, or float32 for bf16, which .npy has no "
            "name for");
   add_path(*check, "--lse", options.lse, true, "writes L of the one stage as .npy (float32)");
+  const std::pair<const char*, std::optional<std::filesystem::path>*> gradients[] = {
+      {"dq", &options.dq}, {"dk", &options.dk}, {"dv", &options.dv}};
+  const std::pair<const char*, std::optional<std::filesystem::path>*> expected[] = {
+      {"dq", &options.expect_dq}, {"dk", &options.expect_dk}, {"dv", &options.expect_dv}};
+  for (const auto& [name, path] : gradients) {
+    add_path(*check, fmt::format("--{}", name), *path, true,
+             "writes this gradient of the one backward stage as --out does");
+  }
+  for (const auto& [name, path] : expected) {
+    add_path(*check, fmt::format("--expect-{}", name), *path, false,
+             "also compares this gradient with this .npy file");
+  }
   count
       ->add_option_function<std::string>(
           "--card",

@@ -47,6 +47,7 @@ Json problem_json(const Options& options, const Problem& p, bool has_inputs) {
     json["q"] = options.q->string();
     json["k"] = options.k->string();
     json["v"] = options.v->string();
+    if (options.d_o) json["do"] = options.d_o->string();
   } else if (has_inputs) {
     json["input"] = name_of(options.input);
     json["seed"] = options.seed;
@@ -59,6 +60,11 @@ Json stage_json(const Stage& stage, const Problem& p, const Variant& variant) {
   if (const Tiles tiles = tiles_of(stage, p, variant); tiles != Tiles{})
     json["tiles"] = tiles_json(tiles);
   if (variant.one_block_per_head) json["grid"] = "bh";
+  if (is_backward(stage)) {
+    json["pass"] = "backward";
+    json["deterministic"] = variant.deterministic;
+    json["flops"] = backward_flops(p);
+  }
   return json;
 }
 
@@ -81,8 +87,19 @@ Json check_json(const Comparison& c) {
   return json;
 }
 
-Json time_json(const Problem& p, const TimeResult& time, const Ceilings& ceilings) {
-  const double tflops = forward_tflops(p, time.median_ms);
+Json check_json(const GradientComparison& c) {
+  Json json = {{"ok", c.ok()}};
+  for (const TensorComparison* tensor : {&c.dq, &c.dk, &c.dv}) {
+    json[tensor->tensor] = {{"max_abs_err", tensor->max_abs_error},
+                            {"bound", tensor->bound},
+                            {"rows", tensor->rows_checked}};
+  }
+  if (!c.ok()) json["error"] = c.describe();
+  return json;
+}
+
+Json time_json(int64_t flops, const TimeResult& time, const Ceilings& ceilings) {
+  const double tflops = tflops_of(flops, time.median_ms);
   Json json = {{"median_ms", time.median_ms},
                {"p10_ms", time.p10_ms},
                {"p90_ms", time.p90_ms},
@@ -123,7 +140,12 @@ void print_problem(const Options& options, const Problem& p, bool has_inputs) {
         name_of(options.layout));
   if (!has_inputs) return;
   if (options.q) {
-    print("inputs   {}, {}, {}\n", options.q->string(), options.k->string(), options.v->string());
+    print("inputs   {}, {}, {}", options.q->string(), options.k->string(), options.v->string());
+    if (names_backward(options)) {
+      print(", dO {}",
+            options.d_o ? options.d_o->string() : fmt::format("random, seed {}", options.seed));
+    }
+    print("\n");
   } else {
     print("inputs   {}, seed {}\n", name_of(options.input), options.seed);
   }

@@ -40,7 +40,9 @@ Json tiles_json(Tiles tiles);
 std::string tiles_cell(Tiles tiles);
 /// As a stage's "check".
 Json check_json(const Comparison& comparison);
-Json time_json(const Problem& problem, const TimeResult& time, const Ceilings& ceilings);
+Json check_json(const GradientComparison& comparison);
+/// \param flops of the pass that was timed
+Json time_json(int64_t flops, const TimeResult& time, const Ceilings& ceilings);
 Json ceilings_json(const Ceilings& ceilings);
 
 /// Writes the report where --json asks for it.

@@ -68,6 +68,19 @@ std::vector<uint16_t> to_16_bits(const char* option, const NpyArray& array, DTyp
   return bits;
 }
 
+// A packed tensor: as float16, or as float32 for bf16.
+void write_tensor(const std::filesystem::path& path, const Options& options, DType type,
+                  const TensorLayout& t, const std::vector<uint16_t>& bits) {
+  const std::array<int64_t, 4> shape = file_shape(t, options.layout);
+  if (type == DType::fp16) {
+    write_npy(path, shape, std::span(bits));
+    return;
+  }
+  std::vector<float> wide(bits.size());
+  for (size_t i = 0; i < wide.size(); ++i) wide[i] = float(from_bits(bits[i], type));
+  write_npy(path, shape, std::span<const float>(wide));
+}
+
 Problem with_defaults(const Options& options, Problem p) {
   p.dtype = options.dtype.value_or(DType::fp16);
   p.causal = options.causal;
@@ -95,9 +108,21 @@ Problem problem_for(const Options& options, Target target) {
 }
 
 Task make_task(const Options& options, Target target) {
+  // dO from its file, or as random as other tensors.
+  const auto with_d_o = [&](const Problem& p, Inputs inputs) {
+    Task task{p, std::move(inputs), strides_of_tensors(p), {}};
+    if (options.d_o) {
+      const NpyArray d_o = read_npy(*options.d_o, 4);
+      require_shape("--do", d_o, file_shape(layout_o(p), options.layout));
+      task.d_o = to_16_bits("--do", d_o, p.dtype);
+    } else if (names_backward(options)) {
+      task.d_o = make_d_o(p, task.strides, options.seed);
+    }
+    return task;
+  };
   if (!options.q) {
     const Problem p = problem_for(options, target);
-    return {p, make_inputs(p, options.input, options.seed)};
+    return with_d_o(p, make_inputs(p, options.input, options.seed));
   }
   const NpyArray q = read_npy(*options.q, 4), k = read_npy(*options.k, 4),
                  v = read_npy(*options.v, 4);
@@ -117,10 +142,9 @@ Task make_task(const Options& options, Target target) {
   }
   require_shape("--v", v, k.shape);
   p = with_defaults(options, p);
-  return {p,
-          {.q = to_16_bits("--q", q, p.dtype),
-           .k = to_16_bits("--k", k, p.dtype),
-           .v = to_16_bits("--v", v, p.dtype)}};
+  return with_d_o(p, {.q = to_16_bits("--q", q, p.dtype),
+                      .k = to_16_bits("--k", k, p.dtype),
+                      .v = to_16_bits("--v", v, p.dtype)});
 }
 
 Oracle expected_from_files(const Options& options, const Problem& p, Oracle oracle) {
@@ -148,21 +172,45 @@ Oracle expected_from_files(const Options& options, const Problem& p, Oracle orac
   return oracle;
 }
 
-void write_outputs(const Options& options, const Problem& p, const Outputs& outputs) {
-  if (options.out) {
-    const std::array<int64_t, 4> shape = file_shape(layout_o(p), options.layout);
-    if (p.dtype == DType::fp16) {
-      write_npy(*options.out, shape, std::span(outputs.o));
-    } else {
-      std::vector<float> wide(outputs.o.size());
-      for (size_t i = 0; i < wide.size(); ++i) wide[i] = float(from_bits(outputs.o[i], p.dtype));
-      write_npy(*options.out, shape, std::span<const float>(wide));
+GradientOracles expected_from_files(const Options& options, const Task& task,
+                                    GradientOracles oracles) {
+  const Problem& p = task.problem;
+  const auto take = [&](const char* option, const std::optional<std::filesystem::path>& path,
+                        const TensorLayout& t, GradientOracle& oracle) {
+    if (!path) return;
+    const NpyArray array = read_npy(*path, 4);
+    require_shape(option, array, file_shape(t, options.layout));
+    const int64_t rows = int64_t(oracle.rows.size());
+    for (int64_t row = 0; row < int64_t{t.batch} * t.heads * rows; ++row) {
+      const int bh = int(row / rows);
+      const int64_t from = t.offset(bh / t.heads, bh % t.heads, oracle.rows[row % rows]);
+      for (int c = 0; c < t.head_dim; ++c)
+        oracle.values[row * t.head_dim + c] = array.value(from + c);
     }
-  }
+  };
+  take("--expect-dq", options.expect_dq, layout_dq(p, task.strides), oracles.dq);
+  take("--expect-dk", options.expect_dk, layout_dk(p, task.strides), oracles.dk);
+  take("--expect-dv", options.expect_dv, layout_dv(p, task.strides), oracles.dv);
+  return oracles;
+}
+
+void write_outputs(const Options& options, const Problem& p, const Outputs& outputs) {
+  if (options.out) write_tensor(*options.out, options, p.dtype, layout_o(p), outputs.o);
   if (options.lse) {
     const std::array<int64_t, 3> shape = {p.batch, p.heads, p.seqlen_q};
     write_npy(*options.lse, shape, std::span(outputs.l));
   }
+}
+
+void write_gradients(const Options& options, const Task& task, const Gradients& gradients) {
+  const Problem& p = task.problem;
+  const auto write = [&](const std::optional<std::filesystem::path>& path, const TensorLayout& t,
+                         const std::vector<uint16_t>& bits) {
+    if (path) write_tensor(*path, options, p.dtype, t, bits);
+  };
+  write(options.dq, layout_dq(p, task.strides), gradients.dq);
+  write(options.dk, layout_dk(p, task.strides), gradients.dk);
+  write(options.dv, layout_dv(p, task.strides), gradients.dv);
 }
 
 }  // namespace flashsteps::cli

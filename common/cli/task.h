@@ -9,6 +9,7 @@
 #include "common/attention/problem.h"
 #include "common/attention/tensors.h"
 #include "common/cli/options.h"
+#include "common/reference/gradients.h"
 #include "common/reference/reference.h"
 #include "common/stage/device.h"
 
@@ -41,6 +42,8 @@ Problem problem_for(const Options& options, Target target);
 struct Task {
   Problem problem;
   Inputs inputs;
+  GradientStrides strides;    ///< those of the tensors that the gradients belong to
+  std::vector<uint16_t> d_o;  ///< empty where the options name no stage of the backward pass
 };
 
 /// \throws std::invalid_argument where the problem is not legal, or files cannot be read or do not
@@ -52,7 +55,15 @@ Task make_task(const Options& options, Target target);
 /// \throws std::invalid_argument where a file cannot be read, or has another shape
 Oracle expected_from_files(const Options& options, const Problem& problem, Oracle oracle);
 
+/// The same of --expect-dq, --expect-dk and --expect-dv.
+///
+/// \throws std::invalid_argument likewise
+GradientOracles expected_from_files(const Options& options, const Task& task,
+                                    GradientOracles oracles);
+
 /// Writes O and L as the options ask.
 void write_outputs(const Options& options, const Problem& problem, const Outputs& outputs);
+/// Writes dQ, dK and dV as the options ask.
+void write_gradients(const Options& options, const Task& task, const Gradients& gradients);
 
 }  // namespace flashsteps::cli

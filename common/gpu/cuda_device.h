@@ -101,6 +101,48 @@ __device__ __forceinline__ float divide(float a, float b) {
   return __fdividef(a, b);
 }
 
+// --- global memory, shared between blocks ---
+
+/// Adds four neighbouring numbers in global memory, each atomically; the address is a multiple of
+/// 16. One instruction from compute capability 9.0 on, else four.
+__device__ __forceinline__ void atomic_add_quad(float* address, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(
+                   __cvta_generic_to_global(address)),
+               "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int e = 0; e < 4; ++e) atomicAdd(address + e, x[e]);
+#endif
+}
+
+/// Waits until *turn is `value`. Called by a whole warp; what other warps did before their
+/// turn_pass is then seen by all of its lanes. The warps that *turn waits for must be of blocks
+/// that have started.
+__device__ __forceinline__ void turn_wait(const int* turn, int value) {
+  if (threadIdx.x % 32 == 0) {
+    int now;
+    do {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
+                   : "=r"(now)
+                   : "l"(__cvta_generic_to_global(turn))
+                   : "memory");
+    } while (now != value);
+  }
+  __syncwarp();
+}
+
+/// Adds 1 to *turn, after all that the warp's lanes did before. Called by a whole warp, which has
+/// the turn.
+__device__ __forceinline__ void turn_pass(int* turn) {
+  __syncwarp();  // a release covers what happened before it, hence what the other lanes did, too
+  if (threadIdx.x % 32 == 0) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(__cvta_generic_to_global(turn))
+                 : "memory");
+  }
+}
+
 // --- dynamic shared memory ---
 
 /// The dynamic shared memory of the block, 1024-byte aligned.

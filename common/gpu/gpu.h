@@ -8,7 +8,8 @@
 /// | CUDA as it is | `__global__ __device__ __shared__ threadIdx blockIdx blockDim gridDim dim3
 /// float2 float4 uint2 uint4` | | barriers | `__syncthreads() __syncwarp()` | | votes, shuffles |
 /// `__shfl_sync __shfl_xor_sync __shfl_down_sync __any_sync __all_sync __ballot_sync`, `kFullMask`
-/// | | atomics | `atomicAdd` on float and int in global memory | | 16-bit types | `fp16_t bf16_t
+/// | | atomics | `atomicAdd` on float and int in global memory, `atomic_add_quad` | | an order
+/// between blocks | `turn_wait(turn, value) turn_pass(turn)` | | 16-bit types | `fp16_t bf16_t
 /// to_float(x) from_float<T>(x) pack2<T>(lo, hi)` | | counted arithmetic | `fast_exp(x)
 /// fast_exp2(x) natural_log(x) divide(a, b)` | | dynamic shared memory | `dynamic_smem<T>()`, or in
 /// named parts `SharedMemory::take<T>("Q_smem", n)` | | tensor cores | `ldmatrix_x4

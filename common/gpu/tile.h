@@ -61,6 +61,12 @@ __device__ __forceinline__ void store_quad(T* to, const float (&x)[4]) {
   *reinterpret_cast<uint2*>(to) = make_uint2(pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]));
 }
 /// Two neighbouring fp32 elements in one access of 8 bytes; the address is a multiple of 8.
+__device__ __forceinline__ void load_pair(float (&x)[2], const float* from) {
+  const float2 pair = *reinterpret_cast<const float2*>(from);
+  x[0] = pair.x;
+  x[1] = pair.y;
+}
+/// Likewise.
 __device__ __forceinline__ void store_pair(float* to, float x0, float x1) {
   *reinterpret_cast<float2*>(to) = make_float2(x0, x1);
 }

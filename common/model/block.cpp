@@ -106,6 +106,7 @@ std::optional<Fault> Block::run(const LaunchState& launch, int64_t index) {
     f.first_copy = f.commits = 0;
     f.tiles = f.tiles_masked = 0;
     f.in_tile_loop = false;
+    f.turn = nullptr;
     runnable_.push_back(&f);
   }
   for (Warp& w : warp_) w.arrived = 0;
@@ -364,6 +365,53 @@ void Block::take_turn() {
   if (has_turn_) return;
   launch_->wait_for_blocks_before(*launch_, index_);
   has_turn_ = true;
+}
+
+void Block::turn_wait(const int* turn, int value, const char* file, int line) {
+  struct Args {
+    const int* turn;
+    int value;
+  } args{turn, value};
+  warp_together("turn_wait", 0xffffffffu, args, file, line, [&](std::span<Args*, 32> lanes) {
+    take_turn();
+    for (const Args* lane : lanes) {
+      if (lane->turn != turn || lane->value != value) {
+        fail(FaultKind::turn, fmt::format("turn_wait ({}): lanes of the warp wait for different "
+                                          "turns",
+                                          site(file, line)));
+      }
+    }
+    global_read(reinterpret_cast<uintptr_t>(turn), sizeof(int));  // by one lane, as on a card
+    if (*turn != value) {
+      fail(FaultKind::deadlock,
+           fmt::format("waits at turn_wait ({}) for turn {} where turn {} is on, and all blocks "
+                       "before this one have ended",
+                       site(file, line), value, *turn));
+    }
+    ++counts.warp_barriers;
+    synchronise_warp(running.fiber->warp);
+    for (int lane = 0; lane < 32; ++lane) {
+      fibers_[running.fiber->warp * 32 + lane].turn = turn;
+    }
+  });
+}
+
+void Block::turn_pass(int* turn, const char* file, int line) {
+  struct None {
+  } none;
+  if (running.fiber->turn != turn) {
+    fail(FaultKind::turn, fmt::format("turn_pass ({}) of a turn that this warp has not waited for",
+                                      site(file, line)));
+  }
+  warp_together("turn_pass", 0xffffffffu, none, file, line, [&](std::span<None*, 32>) {
+    ++counts.warp_barriers;
+    synchronise_warp(running.fiber->warp);
+    for (int lane = 0; lane < 32; ++lane) {
+      fibers_[running.fiber->warp * 32 + lane].turn = nullptr;
+    }
+    global_atomic(reinterpret_cast<uintptr_t>(turn), sizeof(int));
+    ++*turn;
+  });
 }
 
 // --- shared memory

@@ -96,6 +96,11 @@ class Block {
   /// Waits until the blocks before this one have ended, so that atomics happen in the order of
   /// blocks.
   void take_turn();
+  /// The warp goes on once *turn is `value`; as blocks take their turns in order, it is so now or
+  /// never.
+  void turn_wait(const int* turn, int value, const char* file, int line);
+  /// Adds 1 to the turn that the warp has waited for.
+  void turn_pass(int* turn, const char* file, int line);
   void log_shared(uintptr_t a, int log2_size, uintptr_t call);
 
   void block_barrier(const char* file, int line);

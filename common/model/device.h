@@ -259,6 +259,28 @@ __device__ __forceinline__ float divide(float a, float b, FLASHSTEPS_SITE) {
   return model::divide(a, b, file, line);
 }
 
+// --- global memory, shared between blocks ---
+
+/// Adds four neighbouring numbers in global memory, each atomically; the address is a multiple of
+/// 16.
+__device__ __forceinline__ void atomic_add_quad(float* address, const float (&x)[4],
+                                                FLASHSTEPS_SITE) {
+  model::atomic_add_quad(address, x, file, line);
+}
+
+/// Waits until *turn is `value`. Called by a whole warp; what other warps did before their
+/// turn_pass is then seen by all of its lanes. The warps that *turn waits for must be of blocks
+/// that have started.
+__device__ __forceinline__ void turn_wait(const int* turn, int value, FLASHSTEPS_SITE) {
+  model::turn_wait(turn, value, file, line);
+}
+
+/// Adds 1 to *turn, after all that the warp's lanes did before. Called by a whole warp, which has
+/// the turn.
+__device__ __forceinline__ void turn_pass(int* turn, FLASHSTEPS_SITE) {
+  model::turn_pass(turn, file, line);
+}
+
 // --- dynamic shared memory ---
 
 /// The dynamic shared memory of the block, 128-byte aligned.

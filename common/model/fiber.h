@@ -60,6 +60,8 @@ struct Fiber {
   int64_t tiles_masked = 0;
   bool in_tile_loop = false;
 
+  const int* turn = nullptr;  // the turn that it has: waited for and not yet passed
+
   bool knows(uint16_t thread, uint32_t when) const {
     return when <= floor || thread == index || (view && view->clock[thread] >= when);
   }

@@ -255,6 +255,8 @@ const char* to_string(FaultKind kind) {
       return "DIVERGENCE";
     case FaultKind::mask:
       return "MASK";
+    case FaultKind::turn:
+      return "TURN";
     case FaultKind::misaligned:
       return "MISALIGNED";
     case FaultKind::host_memory:

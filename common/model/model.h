@@ -50,6 +50,7 @@ enum class FaultKind {
   deadlock,      ///< no thread can run, and not all have ended
   divergence,    ///< threads wait for one another at different calls
   mask,          ///< a warp primitive without all 32 lanes, or with a wrong width
+  turn,          ///< the order of blocks is broken: a turn used that nobody waited for
   misaligned,    ///< an address that is not a multiple of the access's size
   host_memory,   ///< an address that is no GPU memory at all
   unsupported,   ///< legal CUDA that the model does not do
@@ -86,7 +87,8 @@ enum class SiteKind {
   mask,          ///< mask_if: false
   exp,           ///< fast_exp, fast_exp2: 1
   div,           ///< divide: the numerator
-  atomic,        ///< atomicAdd: a plain store
+  atomic,        ///< atomicAdd, atomic_add_quad: a plain store
+  turn,          ///< turn_wait, turn_pass: does nothing
 };
 
 /// "barrier", "warp barrier", …

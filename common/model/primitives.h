@@ -31,6 +31,9 @@ unsigned vote(Vote kind, unsigned mask, bool predicate, const char* file, int li
 float atomic_add(float* address, float value, const char* file, int line);
 int atomic_add(int* address, int value, const char* file, int line);
 unsigned atomic_add(unsigned* address, unsigned value, const char* file, int line);
+void atomic_add_quad(float* address, const float* values, const char* file, int line);
+void turn_wait(const int* turn, int value, const char* file, int line);
+void turn_pass(int* turn, const char* file, int line);
 
 float exponential(float x, const char* file, int line);
 float exponential2(float x, const char* file, int line);

@@ -60,6 +60,8 @@ const char* to_string(SiteKind kind) {
       return "div";
     case SiteKind::atomic:
       return "atomic";
+    case SiteKind::turn:
+      return "turn";
   }
   return "?";
 }

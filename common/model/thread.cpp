@@ -119,4 +119,28 @@ unsigned atomic_add(unsigned* address, unsigned value, const char* file, int lin
   return add(address, value, file, line, reinterpret_cast<uintptr_t>(__builtin_return_address(0)));
 }
 
+void atomic_add_quad(float* address, const float* values, const char* file, int line) {
+  const auto call = reinterpret_cast<uintptr_t>(__builtin_return_address(0));
+  if (reinterpret_cast<uintptr_t>(address) % 16 != 0) {
+    current_block("atomic_add_quad")
+        .fail(FaultKind::misaligned,
+              fmt::format("atomic_add_quad ({}:{}) on an address that is not a multiple of 16",
+                          file, line));
+  }
+  for (int e = 0; e < 4; ++e) add(address + e, values[e], file, line, call);
+}
+
+// Blocks take their turns in order, so a turn that has not come when all blocks before this one
+// have ended will never come.
+void turn_wait(const int* turn, int value, const char* file, int line) {
+  if (skipped(SiteKind::turn, file, line)) return;
+  Block& b = current_block("turn_wait");
+  b.turn_wait(turn, value, file, line);
+}
+void turn_pass(int* turn, const char* file, int line) {
+  if (skipped(SiteKind::turn, file, line)) return;
+  Block& b = current_block("turn_pass");
+  b.turn_pass(turn, file, line);
+}
+
 }  // namespace flashsteps::model

@@ -44,48 +44,37 @@ struct Extremes {
   }
 };
 
-int64_t count_gaps_written(const Problem& p, const std::vector<uint16_t>& o) {
-  const TensorLayout t = layout_o(p);
-  if (t.extent() == t.elements()) return 0;
-  std::vector<bool> gap(o.size(), true);
+// Calls `visit(row)` with the first element of every row.
+template <typename Visit>
+void for_each_row(const TensorLayout& t, Visit&& visit) {
   for (int b = 0; b < t.batch; ++b) {
     for (int h = 0; h < t.heads; ++h) {
-      for (int i = 0; i < t.seqlen; ++i)
-        std::fill_n(gap.begin() + t.offset(b, h, i), t.head_dim, false);
+      for (int i = 0; i < t.seqlen; ++i) visit(t.offset(b, h, i));
     }
   }
+}
+
+int64_t count_gaps_written(const TensorLayout& t, const std::vector<uint16_t>& bits) {
+  if (t.extent() == t.elements()) return 0;
+  std::vector<bool> gap(bits.size(), true);
+  for_each_row(t, [&](int64_t row) { std::fill_n(gap.begin() + row, t.head_dim, false); });
   int64_t written = 0;
-  for (size_t i = 0; i < o.size(); ++i) written += gap[i] && o[i] != 0xffff;
+  for (size_t i = 0; i < bits.size(); ++i) written += gap[i] && bits[i] != 0xffff;
   return written;
 }
 
-// NaN and infinities in all rows of O, and NaN and +inf in L.
-int64_t count_nan(const Problem& p, const Outputs& outputs) {
-  const TensorLayout t = layout_o(p);
+// NaN and infinities in all rows.
+int64_t count_nan(const TensorLayout& t, DType type, const std::vector<uint16_t>& bits) {
   int64_t bad = 0;
-  for (int b = 0; b < t.batch; ++b) {
-    for (int h = 0; h < t.heads; ++h) {
-      for (int i = 0; i < t.seqlen; ++i) {
-        const uint16_t* row = outputs.o.data() + t.offset(b, h, i);
-        for (int c = 0; c < t.head_dim; ++c) bad += !std::isfinite(from_bits(row[c], p.dtype));
-      }
-    }
-  }
-  for (const float l : outputs.l) bad += !(l < float(kInfinity));
+  for_each_row(t, [&](int64_t row) {
+    for (int c = 0; c < t.head_dim; ++c) bad += !std::isfinite(from_bits(bits[row + c], type));
+  });
   return bad;
 }
 
-}  // namespace
-
-std::string Mismatch::describe() const {
-  const std::string where = tensor == 'O'
-                                ? fmt::format("O[b={} h={} i={} c={}]", batch, head, row, column)
-                                : fmt::format("L[b={} h={} i={}]", batch, head, row);
-  return fmt::format("{} is {:.7g}, should be {:.7g} +- {:.2g}", where, got, wanted, bound);
-}
-
-std::string Comparison::describe() const {
-  if (ok) return "";
+std::string describe_failure(int64_t out_of_bounds, const std::optional<Mismatch>& first,
+                             const std::optional<Mismatch>& worst, int64_t nan_elements,
+                             int64_t gap_elements_written, const char* tensor) {
   if (out_of_bounds > 0) {
     std::string text = fmt::format("{} of the checked elements out of bounds; first: {}",
                                    out_of_bounds, first->describe());
@@ -93,7 +82,87 @@ std::string Comparison::describe() const {
     return text;
   }
   if (nan_elements > 0) return fmt::format("{} elements are NaN or infinite", nan_elements);
-  return fmt::format("{} elements between the rows of O were written", gap_elements_written);
+  return fmt::format("{} elements between the rows of {} were written", gap_elements_written,
+                     tensor);
+}
+
+TensorComparison compare_gradient(const Problem& p, const char* name, const TensorLayout& t,
+                                  const GradientOracle& oracle, const std::vector<uint16_t>& bits) {
+  if (bits.size() != size_t(t.extent())) {
+    throw std::invalid_argument(
+        fmt::format("{} holds {} elements; the problem has {}", name, bits.size(), t.extent()));
+  }
+  const int64_t rows_per_head = int64_t(oracle.rows.size());
+  const int64_t all_heads = int64_t{t.batch} * t.heads;
+  if (oracle.heads != t.heads ||
+      oracle.values.size() != size_t(all_heads * rows_per_head * t.head_dim)) {
+    throw std::invalid_argument("the oracle belongs to another problem");
+  }
+  const bool of_queries = name[1] == 'Q';
+  TensorComparison result;
+  result.tensor = name;
+  Extremes extremes;
+  for (int64_t bh = 0; bh < all_heads; ++bh) {
+    const int b = int(bh / t.heads), h = int(bh % t.heads);
+    for (int64_t r = 0; r < rows_per_head; ++r) {
+      const GradientOracle::Block& block =
+          oracle.blocks[bh * oracle.blocks_per_head() + r / kBlockRows];
+      const int i = oracle.rows[r];
+      const bool zero = of_queries ? visible_keys(p, i) == 0 : p.seqlen_q == 0;
+      double bound =
+          zero ? 0 : 2 * block.ref16_error + 2 * ulp(block.max, p.dtype) + block.fp32_error;
+      // Where even ref16 leaves the range of the type, nothing can be said, and nothing passes.
+      if (!std::isfinite(bound)) bound = std::numeric_limits<double>::quiet_NaN();
+      const uint16_t* got = bits.data() + t.offset(b, h, i);
+      const double* wanted = oracle.values.data() + (bh * rows_per_head + r) * t.head_dim;
+      for (int c = 0; c < t.head_dim; ++c) {
+        const Mismatch element{name, b, h, i, c, from_bits(got[c], p.dtype), wanted[c], bound};
+        const double error = error_of(element.got, element.wanted);
+        extremes.add(element, error);
+        if (error <= bound) continue;
+        ++result.out_of_bounds;
+        if (!result.first) result.first = element;
+      }
+    }
+  }
+  result.max_abs_error = extremes.max_error;
+  result.bound = extremes.worst.bound;
+  if (result.out_of_bounds > 0) result.worst = extremes.worst;
+  result.rows_checked = all_heads * rows_per_head;
+  if (rows_per_head < t.seqlen) result.nan_elements = count_nan(t, p.dtype, bits);
+  result.gap_elements_written = count_gaps_written(t, bits);
+  result.ok =
+      result.out_of_bounds == 0 && result.nan_elements == 0 && result.gap_elements_written == 0;
+  return result;
+}
+
+}  // namespace
+
+std::string Mismatch::describe() const {
+  const std::string where =
+      tensor[0] == 'L' ? fmt::format("L[b={} h={} i={}]", batch, head, row)
+                       : fmt::format("{}[b={} h={} {}={} c={}]", tensor, batch, head,
+                                     tensor[1] == 'K' || tensor[1] == 'V' ? "j" : "i", row, column);
+  return fmt::format("{} is {:.7g}, should be {:.7g} +- {:.2g}", where, got, wanted, bound);
+}
+
+std::string Comparison::describe() const {
+  if (ok) return "";
+  return describe_failure(out_of_bounds, first, worst, nan_elements, gap_elements_written, "O");
+}
+
+std::string TensorComparison::describe() const {
+  if (ok) return "";
+  const std::string what =
+      describe_failure(out_of_bounds, first, worst, nan_elements, gap_elements_written, tensor);
+  return fmt::format("{}: {}", tensor, what);
+}
+
+std::string GradientComparison::describe() const {
+  for (const TensorComparison* tensor : {&dq, &dk, &dv}) {
+    if (!tensor->ok) return tensor->describe();
+  }
+  return "";
 }
 
 Comparison compare(const Problem& p, const Oracle& oracle, const Outputs& outputs) {
@@ -128,10 +197,10 @@ Comparison compare(const Problem& p, const Oracle& oracle, const Outputs& output
       const uint16_t* got = outputs.o.data() + o.offset(b, h, i);
       const double* wanted = oracle.O.data() + (bh * rows_per_head + r) * p.head_dim;
       for (int c = 0; c < p.head_dim; ++c) {
-        note({'O', b, h, i, c, from_bits(got[c], p.dtype), wanted[c], o_bound}, o_extremes);
+        note({"O", b, h, i, c, from_bits(got[c], p.dtype), wanted[c], o_bound}, o_extremes);
       }
       const double l_bound = empty ? 0 : 1e-5 * std::max(1.0, block.score_max);
-      note({'L', b, h, i, 0, outputs.l[bh * p.seqlen_q + i], oracle.L[bh * rows_per_head + r],
+      note({"L", b, h, i, 0, outputs.l[bh * p.seqlen_q + i], oracle.L[bh * rows_per_head + r],
             l_bound},
            l_extremes);
     }
@@ -144,11 +213,21 @@ Comparison compare(const Problem& p, const Oracle& oracle, const Outputs& output
     result.worst = o_extremes.severity >= l_extremes.severity ? o_extremes.worst : l_extremes.worst;
   }
   result.rows_checked = p.batch_heads() * rows_per_head;
-  if (rows_per_head < p.seqlen_q) result.nan_elements = count_nan(p, outputs);
-  result.gap_elements_written = count_gaps_written(p, outputs.o);
+  if (rows_per_head < p.seqlen_q) {
+    result.nan_elements = count_nan(o, p.dtype, outputs.o);
+    for (const float l : outputs.l) result.nan_elements += !(l < float(kInfinity));
+  }
+  result.gap_elements_written = count_gaps_written(o, outputs.o);
   result.ok =
       result.out_of_bounds == 0 && result.nan_elements == 0 && result.gap_elements_written == 0;
   return result;
+}
+
+GradientComparison compare(const Problem& p, const GradientStrides& strides,
+                           const GradientOracles& oracles, const Gradients& gradients) {
+  return {.dq = compare_gradient(p, "dQ", layout_dq(p, strides), oracles.dq, gradients.dq),
+          .dk = compare_gradient(p, "dK", layout_dk(p, strides), oracles.dk, gradients.dk),
+          .dv = compare_gradient(p, "dV", layout_dv(p, strides), oracles.dv, gradients.dv)};
 }
 
 }  // namespace flashsteps

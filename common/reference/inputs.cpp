@@ -52,7 +52,7 @@ class Normal {
   std::mt19937_64 engine_;
 };
 
-enum Part : uint64_t { kQ = 1, kK, kV, kDirection };
+enum Part : uint64_t { kQ = 1, kK, kV, kDirection, kDO };
 
 // Scores of moving_max differ by this much from the first key to the last, and scores of
 // large_logits have this standard deviation, both at the default scale.
@@ -159,6 +159,13 @@ Inputs make_inputs(const Problem& p, InputKind kind, uint64_t seed) {
   }
   inputs.v = fill(layout_v(p), p.dtype, kV, seed, false, rows(1, outliers ? 16 : 1, 1));
   return inputs;
+}
+
+std::vector<uint16_t> make_d_o(const Problem& p, const GradientStrides& strides, uint64_t seed) {
+  validate(p, strides);
+  return fill(
+      layout_do(p, strides), p.dtype, kDO, seed, false,
+      [](int, int, int, Normal& normal, std::vector<double>& values) { draw_row(normal, values); });
 }
 
 }  // namespace flashsteps

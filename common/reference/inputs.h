@@ -35,4 +35,10 @@ const char* name_of(InputKind kind);  ///< "moving_max"
 /// \throws std::invalid_argument for a problem that validate() refuses
 Inputs make_inputs(const Problem& problem, InputKind kind, uint64_t seed);
 
+/// Makes dO, near N(0, 1), likewise; different bits from those of Q, K and V of the same seed.
+///
+/// \throws std::invalid_argument for strides that validate() refuses
+std::vector<uint16_t> make_d_o(const Problem& problem, const GradientStrides& strides,
+                               uint64_t seed);
+
 }  // namespace flashsteps

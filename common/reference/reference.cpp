@@ -1,46 +1,20 @@
 #include "common/reference/reference.h"
 
-#include <fmt/format.h>
-
-#include <Eigen/Core>
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <limits>
 #include <numeric>
 #include <random>
-#include <stdexcept>
 
 #include "common/attention/layout.h"
 #include "common/attention/validate.h"
 #include "common/attention/work.h"
 #include "common/reference/float16.h"
 #include "common/reference/parallel.h"
+#include "common/reference/tensor_rows.h"
 
 namespace flashsteps {
 namespace {
-
-using Matrix = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
-
-void read_row(const TensorLayout& t, DType type, const std::vector<uint16_t>& bits, int b, int h,
-              int64_t i, double* to) {
-  const uint16_t* from = bits.data() + t.offset(b, h, i);
-  for (int c = 0; c < t.head_dim; ++c) to[c] = from_bits(from[c], type);
-}
-
-Matrix read_head(const TensorLayout& t, DType type, const std::vector<uint16_t>& bits, int b,
-                 int h) {
-  Matrix head(t.seqlen, t.head_dim);
-  for (int i = 0; i < t.seqlen; ++i) read_row(t, type, bits, b, h, i, head.row(i).data());
-  return head;
-}
-
-void require_size(const char* name, size_t given, int64_t needed) {
-  if (given != size_t(needed)) {
-    throw std::invalid_argument(
-        fmt::format("{} holds {} elements; the problem's strides span {}", name, given, needed));
-  }
-}
 
 // One block of rows of one (batch, head).
 class BlockReference {
@@ -50,11 +24,7 @@ class BlockReference {
   // Fills O and L of `count` rows, and says what the bound needs to know.
   Oracle::Block operator()(int b, int h, const int* rows, int count, double* O_out, double* L_out) {
     load_kv(b, p_.kv_head(h));
-    Matrix Q(count, p_.head_dim);
-    const TensorLayout q = layout_q(p_);
-    for (int r = 0; r < count; ++r)
-      read_row(q, p_.dtype, inputs_.q, b, h, rows[r], Q.row(r).data());
-
+    const Matrix Q = read_rows(layout_q(p_), p_.dtype, inputs_.q, b, h, rows, count);
     Oracle::Block block;
     Matrix P = double(p_.scale) * (Q * K_.transpose());  // still S
     for (int r = 0; r < count; ++r) {
@@ -103,17 +73,22 @@ class BlockReference {
 }  // namespace
 
 std::vector<int> all_rows(const Problem& p) {
-  std::vector<int> rows(size_t(p.seqlen_q));
-  std::iota(rows.begin(), rows.end(), 0);
-  return rows;
+  return sampled_rows(p.seqlen_q, p.seqlen_q, 0);
 }
 
 std::vector<int> sampled_rows(const Problem& p, int count, uint64_t seed) {
-  if (count >= p.seqlen_q) return all_rows(p);
+  return sampled_rows(p.seqlen_q, count, seed);
+}
+
+std::vector<int> sampled_rows(int seqlen, int count, uint64_t seed) {
+  std::vector<int> rows(size_t(std::clamp(count, 0, seqlen)));
+  if (count >= seqlen) {
+    std::iota(rows.begin(), rows.end(), 0);
+    return rows;
+  }
   std::mt19937_64 random(seed);
-  std::vector<int> rows(size_t(std::max(count, 0)));
   for (int64_t part = 0; part < count; ++part) {
-    const int64_t begin = part * p.seqlen_q / count, end = (part + 1) * p.seqlen_q / count;
+    const int64_t begin = part * seqlen / count, end = (part + 1) * seqlen / count;
     rows[part] = int(begin + int64_t(random() % uint64_t(end - begin)));
   }
   return rows;
@@ -133,12 +108,7 @@ Oracle make_oracle(const Problem& p, const Inputs& inputs, std::vector<int> rows
   require_size("Q", inputs.q.size(), layout_q(p).extent());
   require_size("K", inputs.k.size(), layout_k(p).extent());
   require_size("V", inputs.v.size(), layout_v(p).extent());
-  const bool ascending =
-      std::adjacent_find(rows.begin(), rows.end(), std::greater_equal<>()) == rows.end();
-  if (!rows.empty() && (!ascending || rows.front() < 0 || rows.back() >= p.seqlen_q)) {
-    throw std::invalid_argument(
-        fmt::format("the rows to check must ascend within [0, seqlen_q = {})", p.seqlen_q));
-  }
+  require_rows("seqlen_q", rows, p.seqlen_q);
   Oracle oracle;
   oracle.rows = std::move(rows);
   const int64_t rows_per_head = int64_t(oracle.rows.size());

@@ -41,6 +41,8 @@ std::vector<int> all_rows(const Problem& problem);
 /// `count` different rows, ascending, one drawn from each of `count` equal parts of the sequence;
 /// all rows where there are not more.
 std::vector<int> sampled_rows(const Problem& problem, int count, uint64_t seed);
+/// The same of a sequence of `seqlen` rows.
+std::vector<int> sampled_rows(int seqlen, int count, uint64_t seed);
 
 /// Every row where the oracle then takes about a second or two on one core, otherwise as many
 /// random rows as that allows, in whole blocks, never fewer than 64 a head.

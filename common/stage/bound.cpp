@@ -38,14 +38,21 @@ const char* TimeBound::bound_by() const {
   return bound_us() > 0 ? slowest(*this).first : "nothing";
 }
 
-TimeBound time_bound(const Card& card, const Problem& p, const Ledger& ledger) {
+TimeBound time_bound(const Card& card, const Stage& stage, const Problem& p, const Ledger& ledger) {
   const int64_t q_bytes = p.rows() * p.head_dim * size_of(p.dtype);
   const int64_t kv_bytes =
       int64_t{p.batch} * p.kv_heads * p.seqlen_k * p.head_dim * size_of(p.dtype);
-  const int64_t least =
-      once(ledger.global_read, "Q", q_bytes) + once(ledger.global_read, "K", kv_bytes) +
-      once(ledger.global_read, "V", kv_bytes) + once(ledger.global_written, "O", q_bytes) +
-      once(ledger.global_written, "L", p.rows() * size_of(DType::fp32));
+  const int64_t l_bytes = p.rows() * size_of(DType::fp32);
+  int64_t least = once(ledger.global_read, "Q", q_bytes) + once(ledger.global_read, "K", kv_bytes) +
+                  once(ledger.global_read, "V", kv_bytes);
+  if (is_backward(stage)) {
+    least += once(ledger.global_read, "O", q_bytes) + once(ledger.global_read, "dO", q_bytes) +
+             once(ledger.global_read, "L", l_bytes) + once(ledger.global_written, "dQ", q_bytes) +
+             once(ledger.global_written, "dK", kv_bytes) +
+             once(ledger.global_written, "dV", kv_bytes);
+  } else {
+    least += once(ledger.global_written, "O", q_bytes) + once(ledger.global_written, "L", l_bytes);
+  }
   const int64_t requested = Ledger::total(ledger.global_read) +
                             Ledger::total(ledger.global_written) + 2 * ledger.atomic_bytes;
   // A block runs on one SM: with fewer blocks than SMs, the rest of the card has nothing to do.
@@ -60,7 +67,8 @@ TimeBound time_bound(const Card& card, const Problem& p, const Ledger& ledger) {
   bound.requested_us = us(double(requested), card.memory_gb_per_s * 1e9);
   bound.mma_us = us(double(ledger.mma_flops), busy * card.tensor_tflops * 1e12);
   if (ledger.mma_flops == 0 && ledger.grid_blocks > 0)
-    bound.fma_us = us(double(forward_flops(p)), busy * card.fp32_tflops * 1e12);
+    bound.fma_us = us(double(is_backward(stage) ? backward_flops(p) : forward_flops(p)),
+                      busy * card.fp32_tflops * 1e12);
   bound.exp_us = us(double(ledger.exp + ledger.div), busy * card.special_per_s());
   return bound;
 }

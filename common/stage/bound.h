@@ -9,6 +9,7 @@
 #include "common/attention/card.h"
 #include "common/attention/problem.h"
 #include "common/stage/ledger.h"
+#include "common/stage/stage.h"
 
 namespace flashsteps {
 
@@ -16,10 +17,12 @@ namespace flashsteps {
 /// never waited. The parts work side by side, so the slowest of them bounds the whole.
 struct TimeBound {
   int multiprocessors = 0;  ///< SMs that have work: no more than blocks were launched
-  double memory_us = 0;  ///< Q, K and V read once, O and L written once, at the memory's bandwidth
-  double mma_us = 0;     ///< the MMA FLOPs that were executed, on the SMs that have a block
-  double fma_us = 0;     ///< where no MMA was executed: the products' FLOPs by FMA, on these SMs
-  double exp_us = 0;     ///< exponentials and divisions, on these SMs
+  /// Q, K and V read once, O and L written once, at the memory's bandwidth; of a backward stage O,
+  /// dO and L read, too, and dQ, dK and dV written.
+  double memory_us = 0;
+  double mma_us = 0;  ///< the MMA FLOPs that were executed, on the SMs that have a block
+  double fma_us = 0;  ///< where no MMA was executed: the products' FLOPs by FMA, on these SMs
+  double exp_us = 0;  ///< exponentials and divisions, on these SMs
 
   /// All bytes that threads asked for at the memory's bandwidth: what the papers' counting of HBM
   /// accesses says. No bound, since caches serve repeated reads; so it is not part of bound_us().
@@ -30,10 +33,11 @@ struct TimeBound {
   const char* bound_by() const;
 };
 
-/// The bound of one forward pass (without the common kernel for L).
+/// The bound of one pass of the stage (of a forward stage without the common kernel for L).
 ///
 /// \param ledger of the stage on this problem
-TimeBound time_bound(const Card& card, const Problem& problem, const Ledger& ledger);
+TimeBound time_bound(const Card& card, const Stage& stage, const Problem& problem,
+                     const Ledger& ledger);
 
 /// Which instruction of the ledger the card lacks, so that what was counted cannot run there;
 /// nothing where it has them all.

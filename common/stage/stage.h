@@ -29,6 +29,7 @@ struct TileList {
 struct Variant {
   Tiles tiles{};                    ///< one of Stage::candidates; 0 x 0: the stage's choice
   bool one_block_per_head = false;  ///< has_grid_choice(): one block for each (batch, head)
+  bool deterministic = false;       ///< backward stages: dQ is summed in a fixed order
 };
 
 /// Device pointers of one forward pass. Shapes and strides are the Problem's.
@@ -41,11 +42,6 @@ struct ForwardArgs {
   void* workspace[4] = {};  ///< as WorkspaceList orders them
   Tiles tiles{};            ///< where Stage::candidates has several: which; 0 x 0: Stage::tiles
   bool one_block_per_head = false;  ///< stage 05: 04's grid in place of one block for each row tile
-};
-
-/// How to find elements of dO and of the gradients; as Problem has it for Q, K, V and O.
-struct GradientStrides {
-  Strides d_o{}, d_q{}, d_k{}, d_v{};
 };
 
 /// Device pointers of one backward pass. Shapes are those of the tensors that the gradients belong
@@ -109,6 +105,11 @@ struct Stage {
 
   Stage* next;  ///< the registry's list; set on registration
 };
+
+/// Whether the stage is of the backward pass.
+constexpr bool is_backward(const Stage& stage) {
+  return stage.backward != nullptr;
+}
 
 /// Adds a stage to the registry; for FLASHSTEPS_STAGE. Returns its argument.
 Stage* register_stage(Stage* stage);

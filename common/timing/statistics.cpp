@@ -81,8 +81,12 @@ double InterleavedResult::speedup(size_t a, size_t b) const {
   return median_ratio(round_ms.at(b), round_ms.at(a));
 }
 
+double tflops_of(int64_t flops, double ms) {
+  return double(flops) / (ms * 1e-3) / 1e12;
+}
+
 double forward_tflops(const Problem& problem, double ms) {
-  return double(forward_flops(problem)) / (ms * 1e-3) / 1e12;
+  return tflops_of(forward_flops(problem), ms);
 }
 
 std::string above_ceiling_note(double tflops, const Ceilings& ceilings) {

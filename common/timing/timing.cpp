@@ -25,6 +25,15 @@ InterleavedResult time_forward_interleaved(Device&, const std::vector<const Stag
                                            const std::vector<Variant>&) {
   refuse();
 }
+InterleavedResult time_backward_interleaved(Device&, const std::vector<const Stage*>&,
+                                            const Problem&, const Stage*, const TimingOptions&,
+                                            const std::vector<Variant>&) {
+  refuse();
+}
+TimeResult time_backward(Device&, const Stage&, const Problem&, const Stage*, const TimingOptions&,
+                         const Variant&) {
+  refuse();
+}
 Ceilings measure_ceilings(Device&, const TimingOptions&) {
   refuse();
 }

@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 
 #include "common/attention/layout.h"
@@ -174,23 +175,29 @@ int64_t aligned(int64_t count, int element_bytes) {
   return (count + step - 1) / step * step;
 }
 
+/// One set of workspaces that all stages share.
+void allocate_workspaces(Device& device, const std::vector<const Stage*>& stages,
+                         const Problem& problem, DeviceBuffer (&workspace)[4]) {
+  for (int slot = 0; slot < 4; ++slot) {
+    int64_t bytes = 0;
+    const char* name = "";
+    for (const Stage* stage : stages) {
+      const WorkspaceList list = stage->workspaces(problem);
+      if (slot >= list.size) continue;
+      const int64_t needed = list.buffer[slot].count * size_of(list.buffer[slot].dtype);
+      if (needed > bytes) bytes = needed, name = list.buffer[slot].name;
+    }
+    if (bytes > 0) workspace[slot] = DeviceBuffer(device, name, DType::fp32, (bytes + 3) / 4);
+  }
+}
+
 /// Sets of Q, K, V, O and L to rotate over, and one set of workspaces that all stages share (what a
 /// stage reads of them it has written before).
 class TimingBuffers {
  public:
   TimingBuffers(Device& device, const std::vector<const Stage*>& stages, const Problem& problem,
                 const TimingOptions& options) {
-    for (int slot = 0; slot < 4; ++slot) {
-      int64_t bytes = 0;
-      const char* name = "";
-      for (const Stage* stage : stages) {
-        const WorkspaceList list = stage->workspaces(problem);
-        if (slot >= list.size) continue;
-        const int64_t needed = list.buffer[slot].count * size_of(list.buffer[slot].dtype);
-        if (needed > bytes) bytes = needed, name = list.buffer[slot].name;
-      }
-      if (bytes > 0) workspace_[slot] = DeviceBuffer(device, name, DType::fp32, (bytes + 3) / 4);
-    }
+    allocate_workspaces(device, stages, problem, workspace_);
 
     const int64_t q = aligned(layout_q(problem).extent(), 2);
     const int64_t k = aligned(layout_k(problem).extent(), 2);
@@ -228,6 +235,104 @@ class TimingBuffers {
   std::vector<ForwardArgs> args_;
 };
 
+/// What L is on average over normal Q and K: each score is normal with the variance scale^2 d.
+std::vector<float> expected_lse(const Problem& p) {
+  std::vector<float> L(size_t(p.rows()));
+  for (int64_t row = 0; row < p.rows(); ++row) {
+    const double keys = double(visible_keys(p, row % p.seqlen_q));
+    L[size_t(row)] = float(std::log(keys) + 0.5 * p.scale * p.scale * p.head_dim);  // -inf for none
+  }
+  return L;
+}
+
+/// Sets of everything that a backward pass reads and writes, likewise. Gradients lie as the tensors
+/// that they belong to.
+class BackwardTimingBuffers {
+ public:
+  BackwardTimingBuffers(Device& device, const std::vector<const Stage*>& stages,
+                        const Problem& problem, const Stage* forward, const TimingOptions& options)
+      : strides_(strides_of_tensors(problem)) {
+    allocate_workspaces(device, stages, problem, workspace_);
+    const int64_t q = aligned(layout_q(problem).extent(), 2);
+    const int64_t k = aligned(layout_k(problem).extent(), 2);
+    const int64_t v = aligned(layout_v(problem).extent(), 2);
+    const int64_t o = aligned(layout_o(problem).extent(), 2);
+    const int64_t l = aligned(problem.rows(), 4);
+    const int64_t inputs = 2 * (q + k + v + 2 * o) + 4 * l;
+    const int64_t memory = int64_t(double(free_memory()) * options.memory_share);
+    const int sets = rotating_sets(inputs, inputs + 2 * (q + k + v), l2_bytes(), memory);
+    const auto allocate = [&](const char* name, int64_t count) {
+      return DeviceBuffer(device, name, problem.dtype, sets * count);
+    };
+    q_ = allocate("Q", q);
+    k_ = allocate("K", k);
+    v_ = allocate("V", v);
+    o_ = allocate("O", o);
+    d_o_ = allocate("dO", o);
+    l_ = DeviceBuffer(device, "L", DType::fp32, sets * l);
+    dq_ = allocate("dQ", q);
+    dk_ = allocate("dK", k);
+    dv_ = allocate("dV", v);
+    fill_normal(q_.data(), problem.dtype, sets * q, 5 * options.seed);
+    fill_normal(k_.data(), problem.dtype, sets * k, 5 * options.seed + 1);
+    fill_normal(v_.data(), problem.dtype, sets * v, 5 * options.seed + 2);
+    fill_normal(d_o_.data(), problem.dtype, sets * o, 5 * options.seed + 3);
+    if (!forward) fill_normal(o_.data(), problem.dtype, sets * o, 5 * options.seed + 4);
+    const auto at = [&](const DeviceBuffer& buffer, int64_t offset) {
+      return static_cast<uint16_t*>(buffer.data()) + offset;
+    };
+    for (int set = 0; set < sets; ++set) {
+      BackwardArgs args;
+      args.Q = at(q_, set * q);
+      args.K = at(k_, set * k);
+      args.V = at(v_, set * v);
+      args.O = at(o_, set * o);
+      args.dO = at(d_o_, set * o);
+      args.L = static_cast<float*>(l_.data()) + set * l;
+      args.dQ = at(dq_, set * q);
+      args.dK = at(dk_, set * k);
+      args.dV = at(dv_, set * v);
+      for (int slot = 0; slot < 4; ++slot) args.workspace[slot] = workspace_[slot].data();
+      args_.push_back(args);
+    }
+    if (forward) {
+      run_forward_stage(device, *forward, problem);
+    } else {
+      const std::vector<float> L = expected_lse(problem);
+      for (const BackwardArgs& args : args_)
+        device.upload(const_cast<float*>(args.L), L.data(), L.size() * sizeof(float));
+    }
+    device.synchronize();
+  }
+
+  const GradientStrides& strides() const { return strides_; }
+  const BackwardArgs& args(int64_t i) const { return args_[size_t(i) % args_.size()]; }
+
+ private:
+  /// O and L of every set.
+  void run_forward_stage(Device& device, const Stage& forward, const Problem& problem) {
+    DeviceBuffer workspace[4];
+    allocate_workspaces(device, {&forward}, problem, workspace);
+    for (const BackwardArgs& args : args_) {
+      ForwardArgs its;
+      its.Q = args.Q;
+      its.K = args.K;
+      its.V = args.V;
+      its.O = const_cast<void*>(args.O);
+      its.L = const_cast<float*>(args.L);
+      for (int slot = 0; slot < 4; ++slot) its.workspace[slot] = workspace[slot].data();
+      its.tiles = forward.tiles(problem);
+      forward.forward(problem, its, nullptr);
+      if (forward.lse) forward.lse(problem, its, nullptr);
+    }
+    device.synchronize();  // before the workspaces go
+  }
+
+  GradientStrides strides_;
+  DeviceBuffer q_, k_, v_, o_, d_o_, l_, dq_, dk_, dv_, workspace_[4];
+  std::vector<BackwardArgs> args_;
+};
+
 void require_timing(const Device& device, const Problem& problem, const TimingOptions& options) {
   if (device.info().target != Target::cuda) {
     throw DeviceError("timing needs a card: what runs on the CPU model has counts, and no time");
@@ -258,35 +363,48 @@ Launch forward_launch(const Stage& stage, const Problem& problem, const TimingBu
   };
 }
 
-}  // namespace
+Launch backward_launch(const Stage& stage, const Problem& problem,
+                       const BackwardTimingBuffers& buffers, const Variant& variant) {
+  const Tiles tiles = tiles_of(stage, problem, variant);
+  return [&, tiles, deterministic = variant.deterministic](int64_t i) {
+    BackwardArgs args = buffers.args(i);
+    args.tiles = tiles;
+    args.deterministic = deterministic;
+    stage.backward(problem, buffers.strides(), args, nullptr);
+  };
+}
 
-InterleavedResult time_forward_interleaved(Device& device, const std::vector<const Stage*>& stages,
-                                           const Problem& problem, const TimingOptions& options,
-                                           const std::vector<Variant>& variants) {
-  require_timing(device, problem, options);
+/// Of stage `s`, or as it chooses where there are none.
+Variant variant_of(const std::vector<Variant>& variants, size_t s) {
+  return variants.empty() ? Variant{} : variants[s];
+}
+
+void require_variants(const std::vector<const Stage*>& stages,
+                      const std::vector<Variant>& variants) {
   if (!variants.empty() && variants.size() != stages.size()) {
     throw std::invalid_argument("timing: as many variants as stages, or none");
   }
-  const TimingBuffers buffers(device, stages, problem, options);
+}
+
+/// Times launches in turn, round by round.
+InterleavedResult time_interleaved(const std::vector<Launch>& launches,
+                                   const TimingOptions& options) {
   Stopwatch stopwatch;
-  std::vector<Launch> launches;
   std::vector<MeasurementPlan> plans;
   InterleavedResult result;
-  for (size_t s = 0; s < stages.size(); ++s) {
-    launches.push_back(
-        forward_launch(*stages[s], problem, buffers, variants.empty() ? Variant{} : variants[s]));
-    MeasurementPlan plan = plan_measurements(stopwatch.warm_up(launches.back(), options), options);
+  for (const Launch& launch_one : launches) {
+    MeasurementPlan plan = plan_measurements(stopwatch.warm_up(launch_one, options), options);
     plan.reps = (plan.reps + options.rounds - 1) / options.rounds;
     plans.push_back(plan);
     result.kernel.push_back(last_launched_kernel());
   }
   (void)stopwatch.take_host_bound();
 
-  result.round_ms.resize(stages.size());
-  std::vector<std::vector<double>> all(stages.size());
-  std::vector<bool> host_bound(stages.size(), false);
+  result.round_ms.resize(launches.size());
+  std::vector<std::vector<double>> all(launches.size());
+  std::vector<bool> host_bound(launches.size(), false);
   for (int round = 0; round < options.rounds; ++round) {
-    for (size_t s = 0; s < stages.size(); ++s) {
+    for (size_t s = 0; s < launches.size(); ++s) {
       std::vector<double> ms;
       for (int r = 0; r < plans[s].reps; ++r)
         ms.push_back(stopwatch.measure(launches[s], plans[s].launches));
@@ -295,11 +413,47 @@ InterleavedResult time_forward_interleaved(Device& device, const std::vector<con
       all[s].insert(all[s].end(), ms.begin(), ms.end());
     }
   }
-  for (size_t s = 0; s < stages.size(); ++s) {
+  for (size_t s = 0; s < launches.size(); ++s) {
     result.time.push_back(summarize(all[s], plans[s].launches));
     result.time.back().host_bound = host_bound[s];
   }
   return result;
+}
+
+}  // namespace
+
+InterleavedResult time_forward_interleaved(Device& device, const std::vector<const Stage*>& stages,
+                                           const Problem& problem, const TimingOptions& options,
+                                           const std::vector<Variant>& variants) {
+  require_timing(device, problem, options);
+  require_variants(stages, variants);
+  const TimingBuffers buffers(device, stages, problem, options);
+  std::vector<Launch> launches;
+  for (size_t s = 0; s < stages.size(); ++s)
+    launches.push_back(forward_launch(*stages[s], problem, buffers, variant_of(variants, s)));
+  return time_interleaved(launches, options);
+}
+
+InterleavedResult time_backward_interleaved(Device& device, const std::vector<const Stage*>& stages,
+                                            const Problem& problem, const Stage* forward,
+                                            const TimingOptions& options,
+                                            const std::vector<Variant>& variants) {
+  require_timing(device, problem, options);
+  require_variants(stages, variants);
+  const BackwardTimingBuffers buffers(device, stages, problem, forward, options);
+  std::vector<Launch> launches;
+  for (size_t s = 0; s < stages.size(); ++s)
+    launches.push_back(backward_launch(*stages[s], problem, buffers, variant_of(variants, s)));
+  return time_interleaved(launches, options);
+}
+
+TimeResult time_backward(Device& device, const Stage& stage, const Problem& problem,
+                         const Stage* forward, const TimingOptions& options,
+                         const Variant& variant) {
+  TimingOptions one_round = options;
+  one_round.rounds = 1;
+  return time_backward_interleaved(device, {&stage}, problem, forward, one_round, {variant})
+      .time.front();
 }
 
 TimeResult time_forward(Device& device, const Stage& stage, const Problem& problem,

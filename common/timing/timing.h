@@ -25,12 +25,12 @@ struct TimingOptions {
   double budget_ms = 400;  ///< for all measurements of one stage; min_reps are made in any case
   int min_reps = 3;        ///< measurements
   int max_reps = 50;
-  int rounds = 5;              ///< of time_forward_interleaved
+  int rounds = 5;              ///< of time_forward_interleaved and time_backward_interleaved
   double memory_share = 0.25;  ///< of the card's free memory, for rotated inputs
   uint64_t seed = 1;           ///< of the random inputs
 };
 
-/// Milliseconds for one forward pass.
+/// Milliseconds for one pass.
 struct TimeResult {
   double median_ms = 0;
   double p10_ms = 0;  ///< 10th percentile of the measurements
@@ -88,12 +88,32 @@ InterleavedResult time_forward_interleaved(Device& device, const std::vector<con
                                            const TimingOptions& options = {},
                                            const std::vector<Variant>& variants = {});
 
+/// Times `stage.backward`, all of its kernels, as time_forward_interleaved() times forward passes.
+/// Inputs (dO among them) are random normal; O and L are those of `forward`, computed before.
+///
+/// \param forward nullptr where this program has none: O is then random, and L ln(visible keys) +
+/// scale^2 head_dim / 2, which is about what such inputs give
+///
+/// \throws as time_forward
+InterleavedResult time_backward_interleaved(Device& device, const std::vector<const Stage*>& stages,
+                                            const Problem& problem, const Stage* forward,
+                                            const TimingOptions& options = {},
+                                            const std::vector<Variant>& variants = {});
+
+/// The same of one stage.
+TimeResult time_backward(Device& device, const Stage& stage, const Problem& problem,
+                         const Stage* forward, const TimingOptions& options = {},
+                         const Variant& variant = {});
+
 /// Measures the two ceilings. cuBLAS is looked for at run time: FLASHSTEPS_CUBLAS (a file or a
 /// directory), the loader's path, CUDA_HOME and /usr/local/cuda.
 Ceilings measure_ceilings(Device& device, const TimingOptions& options = {});
 
-/// TFLOP/s of one forward pass: 4 * batch * heads * head_dim * pairs, where pairs counts the
-/// visible (query, key) pairs, over `ms`.
+/// TFLOP/s: so many FLOPs over `ms`.
+double tflops_of(int64_t flops, double ms);
+
+/// tflops_of() one forward pass: 4 * batch * heads * head_dim * pairs, where pairs counts the
+/// visible (query, key) pairs.
 double forward_tflops(const Problem& problem, double ms);
 
 /// What must be said beside a figure above the measured product ceiling; empty below it, or without

@@ -112,6 +112,16 @@ __global__ void atomics_kernel(const float* in, float* sum, int* counts) {
   if (threadIdx.x == 0) atomicAdd(reinterpret_cast<unsigned*>(&counts[1]), unsigned(in_block));
 }
 
+// Block after block, each warp adds a quad a lane to numbers of its own, and passes its turn on.
+__global__ void turns_kernel(const float* in, float* sums, int* turns) {
+  int* const turn = turns + threadIdx.x / 32;
+  const float x = in[blockIdx.x * blockDim.x + threadIdx.x];
+  const float quad[4] = {x, 2.f * x, 3.f * x, 4.f * x};
+  turn_wait(turn, int(blockIdx.x));
+  atomic_add_quad(sums + threadIdx.x * 4, quad);
+  turn_pass(turn);
+}
+
 template <int kRow>
 void transpose(const test::KernelArgs& args) {
   launch(transpose_kernel<kRow>, {int64_t{args.n / 32} * (args.n / 32), 256},
@@ -185,6 +195,10 @@ FLASHSTEPS_TEST_KERNEL(tiles) {
 }
 FLASHSTEPS_TEST_KERNEL(atomics) {
   launch(atomics_kernel, {args.n, 64}, static_cast<const float*>(args.in),
+         static_cast<float*>(args.out), static_cast<int*>(args.extra));
+}
+FLASHSTEPS_TEST_KERNEL(turns) {
+  launch(turns_kernel, {args.n, 64}, static_cast<const float*>(args.in),
          static_cast<float*>(args.out), static_cast<int*>(args.extra));
 }
 

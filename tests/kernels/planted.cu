@@ -301,6 +301,39 @@ __global__ void misaligned_ldmatrix(const float*, float* out) {
   out[threadIdx.x] = __uint_as_float(r[0]);
 }
 
+__global__ void misaligned_quad(const float* in, float* out) {
+  const float quad[4] = {in[threadIdx.x], 0.f, 0.f, 0.f};
+  atomic_add_quad(out + 2, quad);  // fault: 8-byte aligned
+}
+
+// --- turns: the first element of `in` is a turn, 0
+
+__global__ void turn_never_comes(const float* in, float* out) {
+  turn_wait(reinterpret_cast<const int*>(in), 1);  // fault: no block before passes one on
+  out[threadIdx.x] = 0.f;
+}
+
+__global__ void turn_not_waited_for(float* in, float* out) {
+  turn_pass(reinterpret_cast<int*>(in));  // fault
+  out[threadIdx.x] = 0.f;
+}
+
+__global__ void turn_passed_twice(float* in, float* out) {
+  int* const turn = reinterpret_cast<int*>(in);
+  if (threadIdx.x == 0) *turn = 0;  // again, after an earlier launch
+  __syncthreads();
+  if (threadIdx.x < 32) turn_wait(turn, 0);
+  if (threadIdx.x < 32) turn_pass(turn);
+  if (threadIdx.x < 32) turn_pass(turn);  // fault
+  out[threadIdx.x] = 0.f;
+}
+
+__global__ void different_turns(const float* in, float* out) {
+  const int* const turns = reinterpret_cast<const int*>(in);
+  turn_wait(threadIdx.x % 32 == 5 ? turns + 1 : turns, 0);  // fault: a warp waits for one turn
+  out[threadIdx.x] = 0.f;
+}
+
 __global__ void byte_of_shared(const float* in, float* out) {
   unsigned char* bytes_smem = SharedMemory().take<unsigned char>("bytes_smem", kThreads);
   bytes_smem[threadIdx.x] = static_cast<unsigned char>(in[threadIdx.x]);  // not what the model does
@@ -380,11 +413,23 @@ PLANTED(misaligned_global, misaligned_global, 0)
 PLANTED(misaligned_shared, misaligned_shared, 2 * kSmem)
 PLANTED(misaligned_copy, misaligned_copy, kCopySmem + 16)
 PLANTED(misaligned_ldmatrix, misaligned_ldmatrix, kThreads * 16 + 8)
+PLANTED(misaligned_quad, misaligned_quad, 0)
+PLANTED(turn_never_comes, turn_never_comes, 0)
+PLANTED(different_turns, different_turns, 0)
 PLANTED(byte_of_shared, byte_of_shared, kThreads)
 PLANTED(reads_through, reads_through, 0)
 PLANTED(writes_through, writes_through, 0)
 PLANTED(throws, throws, 0)
 #undef PLANTED
+
+FLASHSTEPS_TEST_KERNEL(turn_not_waited_for) {
+  launch(turn_not_waited_for, {1, kThreads}, static_cast<float*>(args.in),
+         static_cast<float*>(args.out));
+}
+FLASHSTEPS_TEST_KERNEL(turn_passed_twice) {
+  launch(turn_passed_twice, {1, kThreads}, static_cast<float*>(args.in),
+         static_cast<float*>(args.out));
+}
 
 // The faulty blocks begin at n.
 FLASHSTEPS_TEST_KERNEL(later_blocks_fault_first_slow) {
