@@ -119,9 +119,19 @@ set(FLASHSTEPS_MODEL_KERNEL_OPTIONS
   -O1 -fsanitize=thread --param=tsan-instrument-func-entry-exit=0 -fno-tree-vectorize -ffp-contract=off
   -Wno-unknown-pragmas -Wno-tsan)
 
-# flashsteps_kernel_objects(NAME FILE OUT_VAR): objects of one kernel file, for every target of this build.
-# FILE is relative to the repository. Appends the object libraries to OUT_VAR.
+# wgmma, TMA and setmaxnreg are there for sm_90a alone, and kernels that use them are compiled for nothing else.
+set(FLASHSTEPS_HOPPER_ARCHITECTURE "")
+foreach(arch IN LISTS CMAKE_CUDA_ARCHITECTURES)
+  if(arch MATCHES "^90a?(-real|-virtual)?$")
+    set(FLASHSTEPS_HOPPER_ARCHITECTURE 90a-real)
+  endif()
+endforeach()
+
+# flashsteps_kernel_objects(NAME FILE OUT_VAR [HOPPER]): objects of one kernel file, for every target of this build.
+# FILE is relative to the repository. Appends the object libraries to OUT_VAR. HOPPER: for a card the file is
+# compiled for sm_90a alone, and left out, with a word, where that is not among the architectures.
 function(flashsteps_kernel_objects name file out)
+  cmake_parse_arguments(ARG "HOPPER" "" "" ${ARGN})
   set(objects ${${out}})
   if(FLASHSTEPS_HAS_MODEL)
     # CMake fixes a source's language for the whole directory, so the model gets a source of its own.
@@ -133,13 +143,18 @@ function(flashsteps_kernel_objects name file out)
     target_compile_options(${name}_model PRIVATE ${FLASHSTEPS_MODEL_KERNEL_OPTIONS})
     list(APPEND objects ${name}_model)
   endif()
-  if(FLASHSTEPS_HAS_CUDA)
+  if(FLASHSTEPS_HAS_CUDA AND ARG_HOPPER AND NOT FLASHSTEPS_HOPPER_ARCHITECTURE)
+    message(STATUS "FlashSteps: ${file} left out for CUDA (it needs 90a; the architectures are ${CMAKE_CUDA_ARCHITECTURES})")
+  elseif(FLASHSTEPS_HAS_CUDA)
     add_library(${name}_cuda OBJECT ${CMAKE_SOURCE_DIR}/${file})
     set_source_files_properties(${CMAKE_SOURCE_DIR}/${file} PROPERTIES LANGUAGE CUDA)
     # Keeps what ptxas says (registers, spills, notes) beside the object, for the test that reads it.
     set_target_properties(${name}_cuda PROPERTIES
       RULE_LAUNCH_COMPILE "${CMAKE_SOURCE_DIR}/cmake/keep_ptxas_log.sh <OBJECT>")
     target_link_libraries(${name}_cuda PRIVATE flashsteps_flags)
+    if(ARG_HOPPER)
+      set_target_properties(${name}_cuda PROPERTIES CUDA_ARCHITECTURES ${FLASHSTEPS_HOPPER_ARCHITECTURE})
+    endif()
     target_compile_options(${name}_cuda PRIVATE -Xptxas=-v)
     target_compile_definitions(${name}_cuda PRIVATE "FLASHSTEPS_STAGE_FILE=\"${file}\"")
     list(APPEND objects ${name}_cuda)
@@ -156,7 +171,8 @@ function(flashsteps_link target)
   target_link_libraries(${target} PRIVATE flashsteps_core)
 endfunction()
 
-# flashsteps_stage(DIRECTORY): every .cu in it is a step of the stage; all of them make the stage's program.
+# flashsteps_stage(DIRECTORY): every .cu in it is a step of the stage; all of them make the stage's program. Those of
+# stage 10 are for Hopper alone.
 function(flashsteps_stage directory)
   string(SUBSTRING ${directory} 0 2 number)
   file(GLOB kernels RELATIVE ${CMAKE_SOURCE_DIR} CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/${directory}/*.cu)
@@ -164,10 +180,14 @@ function(flashsteps_stage directory)
     flashsteps_refuse("stage ${directory} has no kernel: no .cu file is in its directory")
   endif()
   set(objects "")
+  set(only "")
+  if(number STREQUAL "10")
+    set(only HOPPER)
+  endif()
   foreach(kernel IN LISTS kernels)
     get_filename_component(step ${kernel} NAME_WE)
     set(name stage_${number}_${step})
-    flashsteps_kernel_objects(${name} ${kernel} objects)
+    flashsteps_kernel_objects(${name} ${kernel} objects ${only})
   endforeach()
   set_property(GLOBAL PROPERTY FLASHSTEPS_OBJECTS_${directory} ${objects})
   set_property(GLOBAL APPEND PROPERTY FLASHSTEPS_STAGES ${directory})
@@ -183,9 +203,11 @@ function(flashsteps_programs)
   target_link_libraries(attention PRIVATE flashsteps_cli)
   foreach(stage IN LISTS stages)
     get_property(objects GLOBAL PROPERTY FLASHSTEPS_OBJECTS_${stage})
-    add_executable(${stage})
-    flashsteps_link(${stage} ${objects})
-    target_link_libraries(${stage} PRIVATE flashsteps_cli)
+    if(objects)  # it was built for some target
+      add_executable(${stage})
+      flashsteps_link(${stage} ${objects})
+      target_link_libraries(${stage} PRIVATE flashsteps_cli)
+    endif()
   endforeach()
 endfunction()
 

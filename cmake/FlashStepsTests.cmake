@@ -32,7 +32,7 @@ set(FLASHSTEPS_TEST_PROPERTIES
 # flashsteps_test(NAME SOURCE… [LIBRARIES lib…] [KERNELS file.cu…] [OBJECTS object_library…] [PROGRAMS target…]
 #                 [LABELS label…] [ONE_ENTRY] [ALL_STAGES])
 # One executable; each gtest case is a ctest entry NAME.Suite.Case, or the whole executable one entry, NAME.
-# KERNELS are compiled for every target of the build; OBJECTS are linked whole, ALL_STAGES links every stage;
+# KERNELS are compiled for every target of the build (those named hopper_… for sm_90a alone); OBJECTS are linked whole, ALL_STAGES links every stage;
 # PROGRAMS are built first, and found at run time in $FLASHSTEPS_BIN.
 function(flashsteps_test name)
   cmake_parse_arguments(ARG "ONE_ENTRY;ALL_STAGES" "" "LIBRARIES;KERNELS;OBJECTS;PROGRAMS;LABELS" ${ARGN})
@@ -46,7 +46,12 @@ function(flashsteps_test name)
   foreach(kernel IN LISTS ARG_KERNELS)
     get_filename_component(kernel_name ${kernel} NAME_WE)
     if(NOT TARGET kernel_${kernel_name}_model AND NOT TARGET kernel_${kernel_name}_cuda)
-      flashsteps_kernel_objects(kernel_${kernel_name} ${kernel} made)
+      set(only "")
+      if(kernel_name MATCHES "^hopper_")
+        set(only HOPPER)
+      endif()
+      set(made "")
+      flashsteps_kernel_objects(kernel_${kernel_name} ${kernel} made ${only})
       set_property(GLOBAL PROPERTY FLASHSTEPS_TEST_KERNEL_${kernel_name} ${made})
     endif()
     get_property(made GLOBAL PROPERTY FLASHSTEPS_TEST_KERNEL_${kernel_name})

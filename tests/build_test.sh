@@ -64,6 +64,25 @@ case $1 in
     ! grep -q -E 'sm_(80|90)' "$tmp/build/compile_commands.json" || fail "something is compiled for 80 or 90"
     CUDAARCHS=89-real configure yes
     says "for 89-real" ;;
+  hopper_architecture)
+    need_nvcc
+    # How the object of a file is compiled for a card: the architectures, one a line.
+    architectures() {
+      grep -F -- "$1" "$tmp/build/compile_commands.json" | grep -F '"command"' | grep -v FLASHSTEPS_MODEL_TARGET |
+        grep -o -E '(sm|compute)_[0-9a-z]+' | sort -u
+    }
+    configure yes -DCMAKE_CUDA_ARCHITECTURES='80-real;90a-real'
+    [[ $(architectures kernels/hopper_clean.cu | tr '\n' ' ') == 'compute_90a sm_90a ' ]] ||
+      fail "hopper_clean.cu is compiled for: $(architectures kernels/hopper_clean.cu)"
+    architectures kernels/clean.cu | grep -q sm_80 || fail "clean.cu is not compiled for 80"
+    configure yes -DCMAKE_CUDA_ARCHITECTURES=90
+    [[ $(architectures kernels/hopper_clean.cu | tr '\n' ' ') == 'compute_90a sm_90a ' ]] ||
+      fail "hopper_clean.cu is compiled for: $(architectures kernels/hopper_clean.cu)"
+    configure yes -DCMAKE_CUDA_ARCHITECTURES=80-real
+    says "FlashSteps: tests/kernels/hopper_clean.cu left out for CUDA (it needs 90a; the architectures are 80-real)"
+    [[ -z $(architectures kernels/hopper_clean.cu) ]] || fail "hopper_clean.cu is compiled all the same"
+    grep -q 'model_units/kernel_hopper_clean.cpp' "$tmp/build/compile_commands.json" ||
+      fail "hopper_clean.cu is left out for the model, too" ;;
   old_architecture)
     configure no -DCMAKE_CUDA_ARCHITECTURES='80;75-real'
     says_once "CMAKE_CUDA_ARCHITECTURES: 75-real is too old; cp.async and bf16 need 80 or newer"

@@ -275,6 +275,7 @@ TEST(Refused, Options) {
   };
   refused([](model::Options& o) { o.workers = -1; });
   refused([](model::Options& o) { o.shared_memory_per_block = 256 * 1024 + 1; });
+  refused([](model::Options& o) { o.multiprocessors = 0; });
   refused([](model::Options& o) { o.preempt = 1.5; });
   refused([](model::Options& o) { o.preempt = NAN; });
 }

@@ -45,6 +45,22 @@ void measure(int workers) {
              workers, seconds / (1e-9 * double(ledger.mma_flops)), 1e-9 * double(ledger.mma_flops),
              seconds);
 
+  constexpr int kTilesQ = 6, kTilesK = 16;  // of 128 and of 64 rows
+  DeviceBuffer Q2 = buffer("Q", std::vector<uint16_t>(kTilesQ * 128 * kD, 0), DType::fp16);
+  DeviceBuffer K2 = buffer("K", std::vector<uint16_t>(kTilesK * 64 * kD, 0), DType::fp16);
+  DeviceBuffer V2 = buffer("V", std::vector<uint16_t>(kTilesK * 64 * kD, 0), DType::fp16);
+  DeviceBuffer O2(model_device(), "O", DType::fp16, kTilesQ * 128 * kD);
+  DeviceBuffer maxima(model_device(), "maxima", DType::fp32, kTilesQ * 128);
+  const auto [hopper_seconds, hopper] = time_of([&] {
+    run_on_model("products",
+                 {Q2.data(), O2.data(), K2.data(), {V2.data(), maxima.data()}, kTilesQ, kTilesK});
+  });
+  fmt::print(
+      "{} worker(s): {:.2f} s of processor time per GFLOP by TMA and wgmma ({:.3f} GFLOP in "
+      "{:.3f} s)\n",
+      workers, hopper_seconds / (1e-9 * double(hopper.mma_flops)), 1e-9 * double(hopper.mma_flops),
+      hopper_seconds);
+
   DeviceBuffer in = buffer("in", ramp(1 << 20)), out(model_device(), "out", DType::fp32, 3 * 64);
   const auto [naive_seconds, naive] =
       time_of([&] { run_on_model("reread", {.in = in.data(), .out = out.data(), .n = 1 << 20}); });

@@ -120,8 +120,21 @@ Outcome outcome_of(const Stage& stage, std::string* message) {
 }
 
 bool is_synchronisation(SiteKind kind) {
-  return kind == SiteKind::barrier || kind == SiteKind::warp_barrier || kind == SiteKind::commit ||
-         kind == SiteKind::wait || kind == SiteKind::copy;
+  switch (kind) {
+    case SiteKind::barrier:
+    case SiteKind::warp_barrier:
+    case SiteKind::commit:
+    case SiteKind::wait:
+    case SiteKind::copy:
+    case SiteKind::mbarrier_init:
+    case SiteKind::arrive:
+    case SiteKind::expect:
+    case SiteKind::named_barrier:
+    case SiteKind::fence:
+      return true;
+    default:
+      return false;
+  }
 }
 
 class Mutants : public StageTest {

@@ -27,6 +27,7 @@ OpenedDevice open_model(const Options& options, std::string why) {
   settings.seed = options.seed;
   if (options.card) {
     settings.shared_memory_per_block = options.card->shared_memory_per_block;
+    settings.multiprocessors = options.card->multiprocessors;  // its bound counts SMs with a block
     // A stage's kernels are those for 8.0 even where the bound is for an older card.
     settings.capability = std::max(options.card->capability, kOldestCapability);
   }

@@ -30,18 +30,47 @@ void Block::land(const AsyncCopy& c) {
   }
 }
 
-void Block::land_one() {
-  while (!not_landed_.empty()) {
-    const uint32_t i = random_.below(uint32_t(not_landed_.size()));
-    const CopyNumber n = not_landed_[i];
-    not_landed_[i] = not_landed_.back();
-    not_landed_.pop_back();
-    Fiber& f = fibers_[n.thread];
-    if (n.copy < f.first_copy) continue;  // its wait was first
-    AsyncCopy& c = f.copies[n.copy - f.first_copy];
-    land(c);
-    c.landed = true;
-    return;
+bool Block::land_one(uint32_t i) {
+  const CopyNumber n = not_landed_[i];
+  not_landed_[i] = not_landed_.back();
+  not_landed_.pop_back();
+  Fiber& f = fibers_[n.thread];
+  if (n.copy < f.first_copy) return false;  // its wait was first
+  AsyncCopy& c = f.copies[n.copy - f.first_copy];
+  land(c);
+  c.landed = true;
+  return true;
+}
+
+void Block::advance() {
+  // Copies and pieces of TMA's boxes in any order, products in that of their warpgroup.
+  const auto pieces = uint32_t(load_pieces_.size());
+  uint32_t i = 0;
+  for (;;) {
+    const auto copies = uint32_t(not_landed_.size());
+    const uint32_t all = copies + pieces + uint32_t(open_stores_ + open_products_);
+    if (all == 0) return;
+    i = random_.below(all);
+    if (i >= copies) {
+      i -= copies;
+      break;
+    }
+    if (land_one(i)) return;
+  }
+  if (i < pieces) return land_piece(i);
+  i -= pieces;
+  if (i < uint32_t(open_stores_)) {
+    for (int t = 0; t < threads_; ++t) {
+      for (BulkStore& store : fibers_[t].stores) {
+        if (!store.done && i-- == 0) return do_store(store);
+      }
+    }
+  }
+  i -= uint32_t(open_stores_);
+  for (int g = 0; g < SharedShadow::kWarpgroups; ++g) {
+    const auto products = uint32_t(warpgroups_[g].products.size());
+    if (i < products) return compute_product(g);
+    i -= products;
   }
 }
 

@@ -75,9 +75,9 @@ std::optional<Fault> Block::run(const LaunchState& launch, int64_t index) {
       Random(scramble(launch.options.seed) ^ scramble(scramble(launch.number) + uint64_t(index)));
   until_preemption_ = preemption_interval();
 
-  if (first_clock_ > SharedShadow::kMaxClock / 2) {
+  if (std::max(first_clock_, first_agent_clock_) > SharedShadow::kMaxClock / 2) {
     shadow_->clear();
-    first_clock_ = 1;
+    first_clock_ = first_agent_clock_ = last_agent_clock_ = 1;
   }
   // Nothing is there until a thread writes it.
   std::memset(dynamic_, 0xff, dynamic_bytes_);
@@ -86,6 +86,7 @@ std::optional<Fault> Block::run(const LaunchState& launch, int64_t index) {
   }
   parts_.clear();
   not_landed_.clear();
+  start_async();
   free_views_.clear();
   for (const auto& view : views_) free_views_.push_back(view.get());
 
@@ -104,6 +105,12 @@ std::optional<Fault> Block::run(const LaunchState& launch, int64_t index) {
     f.log.clear();
     f.copies.clear();
     f.first_copy = f.commits = 0;
+    f.mbarrier = -1;
+    f.stores.clear();
+    f.products.clear();
+    f.store_commits = f.product_commits = 0;
+    f.follows_registers = false;
+    f.registers = launch_registers();
     f.tiles = f.tiles_masked = 0;
     f.in_tile_loop = false;
     f.turn = nullptr;
@@ -122,9 +129,10 @@ std::optional<Fault> Block::run(const LaunchState& launch, int64_t index) {
   uint32_t last = first_clock_;
   for (int i = 0; i < threads_; ++i) last = std::max(last, fibers_[i].clock);
   first_clock_ = last + 1;
+  first_agent_clock_ = last_agent_clock_ + 1;
   if (fault_) {
     shadow_->clear();  // copies may have been left in flight
-    first_clock_ = 1;
+    first_clock_ = first_agent_clock_ = last_agent_clock_ = 1;
     return std::move(fault_);
   }
 
@@ -161,12 +169,13 @@ void Block::resume(Fiber& next) {
   if (self == &next) return;
   running.fiber = &next;
   running.stack_low = next.stack_low;
+  running.follows_registers = next.follows_registers;
   const transfer_t from = jump_fcontext(next.context, self);
   static_cast<Fiber*>(from.data)->context = from.fctx;
 }
 
 Fiber& Block::pick() {
-  if (!not_landed_.empty() && random_.below(4) == 0) land_one();
+  if (has_async_work() && random_.below(4) == 0) advance();
   const uint32_t i = random_.below(uint32_t(runnable_.size()));
   Fiber* const f = runnable_[i];
   runnable_[i] = runnable_.back();
@@ -178,6 +187,8 @@ void Block::wait(const char* what, const char* file, int line) {
   Fiber& f = *running.fiber;
   f.state = Fiber::State::waiting;
   f.waits_for = what, f.file = file, f.line = line;
+  // What works beside the threads may wake one.
+  while (runnable_.empty() && has_async_work()) advance();
   if (runnable_.empty()) deadlock();
   resume(pick());
 }
@@ -211,6 +222,7 @@ void Block::exit_thread() {
                      f.copies.size(), name_of_shared(offset), site(c.file, c.line),
                      c.group < f.commits ? "committed" : "never committed"));
   }
+  check_end_of_thread();
   f.state = Fiber::State::exited;
   const Fiber* const lanes = &fibers_[f.warp * 32];
   if (std::all_of(lanes, lanes + 32,
@@ -218,10 +230,11 @@ void Block::exit_thread() {
     settle_bank_conflicts(f.warp);
   }
   if (--alive_ == 0) {
+    check_end_of_block();
     resume(main_);
-  } else if (runnable_.empty()) {
-    deadlock();
   } else {
+    while (runnable_.empty() && has_async_work()) advance();
+    if (runnable_.empty()) deadlock();
     resume(pick());
   }
   __builtin_unreachable();
@@ -257,7 +270,9 @@ void Block::deadlock() {
     const std::string place =
         f.state == Fiber::State::exited
             ? "ended"
-            : fmt::format("wait at {} ({})", f.waits_for, site(f.file, f.line));
+            : fmt::format("wait at {} ({}){}", f.waits_for, site(f.file, f.line),
+                          f.mbarrier < 0 ? std::string()
+                                         : " for " + name_of(mbarriers_[size_t(f.mbarrier)]));
     auto g = std::find_if(groups.begin(), groups.end(),
                           [&](const Group& x) { return x.place == place; });
     if (g == groups.end()) g = groups.insert(groups.end(), Group{place, {}, i, i - 1, 0});
@@ -273,6 +288,7 @@ void Block::deadlock() {
     close(g);
     text += fmt::format("{}threads {} {}", text.empty() ? "" : "; ", g.members, g.place);
   }
+  text += barriers_text();
   fault_ = Fault(FaultKind::deadlock, fmt::format("{} block ({},0,0): {}: no thread can go on: {}",
                                                   launch_->kernel.symbols.name, index_,
                                                   to_string(FaultKind::deadlock), text));
@@ -306,11 +322,23 @@ void Block::synchronise_all() {
     fail(FaultKind::unsupported,
          fmt::format("more than {} barriers in one block", SharedShadow::kMaxClock / 2));
   }
+  // The floor tells of the threads; of agents and of fences a view that all share.
+  View* joined = nullptr;
+  if (async_used_) {
+    joined = new_view();
+    const View* former = nullptr;
+    for (int i = 0; i < threads_; ++i) {
+      if (fibers_[i].view && fibers_[i].view != former) joined->join(*fibers_[i].view);
+      former = fibers_[i].view;
+    }
+    joined->owners = threads_;
+  }
   for (int i = 0; i < threads_; ++i) {
     Fiber& f = fibers_[i];
     f.floor = last;
     f.clock = last + 1;
     if (f.view) drop_view(f);
+    f.view = joined;
   }
 }
 
@@ -323,7 +351,47 @@ View* Block::new_view() {
   free_views_.pop_back();
   v->owners = 0;
   v->clock.assign(threads_, 0);
+  v->fenced.clear();
   return v;
+}
+
+View& Block::own_view(Fiber& f) {
+  if (f.view && f.view->owners == 1) return *f.view;
+  View* const own = new_view();
+  if (f.view) own->join(*f.view);
+  own->owners = 1;
+  drop_view(f);
+  f.view = own;
+  return *own;
+}
+
+void Block::release(Fiber& f, Knowledge& to) {
+  if (to.clock.size() < size_t(threads_)) to.clock.resize(threads_);
+  for (int t = 0; t < threads_; ++t) to.clock[t] = std::max(to.clock[t], f.floor);
+  if (f.view) to.join(*f.view);
+  to.clock[f.index] = f.clock;
+  tick(f.warp);
+}
+
+void Block::tick(int warp) {
+  // All lanes alike, so that reads of several lanes at one time can be told from one lane's.
+  Fiber* const lanes = &fibers_[warp * 32];
+  for (int lane = 0; lane < 32; ++lane) {
+    if (++lanes[lane].clock >= SharedShadow::kMaxClock - 1) {
+      fail(FaultKind::unsupported,
+           fmt::format("more than {} barriers in one block", SharedShadow::kMaxClock / 2));
+    }
+  }
+}
+
+bool Block::knows(const Fiber& f, const WriteRecord& w) const {
+  if (w.agent()) return f.known_of(size_t(threads_) + w.thread()) >= w.agent_clock();
+  return f.knows(w.thread(), w.clock);
+}
+
+bool Block::is_of_former_block(const WriteRecord& w) const {
+  if (w.is_in_flight()) return false;
+  return w.agent() ? w.agent_clock() < first_agent_clock_ : w.clock < first_clock_;
 }
 
 void Block::drop_view(Fiber& f) {
@@ -340,9 +408,8 @@ void Block::synchronise_warp(int warp) {
     View* const joined = new_view();
     for (int lane = 0; lane < (same ? 1 : 32); ++lane) {
       const Fiber& l = lanes[lane];
-      for (int t = 0; t < threads_; ++t) {
-        joined->clock[t] = std::max({joined->clock[t], l.floor, l.view ? l.view->clock[t] : 0});
-      }
+      for (int t = 0; t < threads_; ++t) joined->clock[t] = std::max(joined->clock[t], l.floor);
+      if (l.view) joined->join(*l.view);
     }
     for (int lane = 0; lane < 32; ++lane) {
       drop_view(lanes[lane]);
@@ -354,11 +421,8 @@ void Block::synchronise_warp(int warp) {
   for (int lane = 0; lane < 32; ++lane) {
     Fiber& l = lanes[lane];
     view->clock[l.index] = l.clock;
-    if (++l.clock >= SharedShadow::kMaxClock - 1) {
-      fail(FaultKind::unsupported,
-           fmt::format("more than {} barriers in one block", SharedShadow::kMaxClock / 2));
-    }
   }
+  tick(warp);
 }
 
 void Block::take_turn() {
@@ -475,6 +539,16 @@ std::string Block::name_of_shared(size_t offset) const {
 }
 
 std::string Block::in_flight_text(size_t offset, const WriteRecord& w) {
+  if (w.agent()) {
+    for (const LoadPiece& piece : load_pieces_) {
+      const BulkLoad& l = loads_[piece.load - first_load_];
+      if (loads_agent(l.mbarrier) != size_t(threads_) + w.thread()) continue;
+      if (offset - l.offset - size_t(piece.first_row) * 128 >= size_t(piece.rows) * 128) continue;
+      return fmt::format("the TMA load of {} ({}) is in flight (on {})", name_of(fibers_[l.thread]),
+                         site(l.line.file, l.line.line), name_of(mbarriers_[l.mbarrier]));
+    }
+    return "a TMA load is in flight";
+  }
   const Fiber& by = fibers_[w.thread()];
   for (auto c = by.copies.rbegin(); c != by.copies.rend(); ++c) {
     size_t to = 0;
@@ -488,6 +562,11 @@ std::string Block::in_flight_text(size_t offset, const WriteRecord& w) {
 }
 
 std::string Block::race_with_writer(const WriteRecord& w) const {
+  if (w.agent()) {
+    const Mbarrier& m = mbarriers_[w.thread() - SharedShadow::kWarpgroups];
+    return fmt::format("loaded by TMA ({}), with no wait on {} for it",
+                       site(m.load.file, m.load.line), name_of(m));
+  }
   const Fiber& by = fibers_[w.thread()];
   if (w.async())
     return fmt::format("copied by a cp.async of {}, with no barrier after that thread's wait",
@@ -499,7 +578,7 @@ void Block::check_shared_read(size_t granule) {
   const Fiber& f = *running.fiber;
   const WriteRecord w = *shadow_->write(granule);
   const size_t offset = granule * kGranule;
-  if (w.clock < first_clock_) {
+  if (is_of_former_block(w)) {
     fail(FaultKind::uninitialised,
          fmt::format("reads {}, which no thread of the block has written yet",
                      name_of_shared(offset)));
@@ -508,7 +587,7 @@ void Block::check_shared_read(size_t granule) {
     fail(FaultKind::in_flight,
          fmt::format("reads {} while {}", name_of_shared(offset), in_flight_text(offset, w)));
   }
-  if (!f.knows(w.thread(), w.clock)) {
+  if (!knows(f, w)) {
     fail(FaultKind::race, fmt::format("reads {}, {}", name_of_shared(offset), race_with_writer(w)));
   }
 }
@@ -516,15 +595,17 @@ void Block::check_shared_read(size_t granule) {
 void Block::check_shared_write(size_t granule, Access how) {
   const Fiber& f = *running.fiber;
   const size_t offset = granule * kGranule;
-  const char* verb = how == Access::copy ? "cp.async overwrites" : "overwrites";
+  const char* verb = how == Access::copy   ? "cp.async overwrites"
+                     : how == Access::bulk ? "a TMA load overwrites"
+                                           : "overwrites";
   const WriteRecord w = *shadow_->write(granule);
   if (w.clock == WriteRecord::kInFlight) {
     fail(FaultKind::in_flight,
          fmt::format("{} {} while {}", verb, name_of_shared(offset), in_flight_text(offset, w)));
   }
-  const bool written = w.clock >= first_clock_;
+  const bool written = !is_of_former_block(w);
   const bool both_atomic = how == Access::atomic && w.atomic();
-  if (written && !both_atomic && !f.knows(w.thread(), w.clock)) {
+  if (written && !both_atomic && !knows(f, w)) {
     fail(FaultKind::race,
          fmt::format("{} {}, {}", verb, name_of_shared(offset), race_with_writer(w)));
   }
@@ -542,6 +623,27 @@ void Block::check_shared_write(size_t granule, Access how) {
                      name_of_shared(offset),
                      r.several() ? fmt::format("warp {}", warp) : name_of(fibers_[reader])));
   }
+  if (!async_used_) return;
+  if (shadow_->read(SharedShadow::kStores, granule)->is_in_flight()) {
+    fail(FaultKind::in_flight,
+         fmt::format("{} {} while {}", verb, name_of_shared(offset), agent_read_text(offset)));
+  }
+  for (int g = 0; g < warps_ / 4; ++g) {
+    const ReadRecord r = *shadow_->read(SharedShadow::kProducts + g, granule);
+    if (r.clock() < first_agent_clock_ || r.clock() <= f.known_of(products_agent(g))) continue;
+    const std::deque<ProductLine>& recent = warpgroups_[g].recent;
+    const auto at = std::find_if(recent.rbegin(), recent.rend(), [&](const ProductLine& p) {
+      return p.clock <= r.clock() && ((offset >= p.a_begin && offset < p.a_end) ||
+                                      (offset >= p.b_begin && offset < p.b_end));
+    });
+    fail(FaultKind::race,
+         fmt::format("{} {} while the wgmma of warpgroup {}{} may still read it (this thread does "
+                     "not know of a wait that covers it)",
+                     verb, name_of_shared(offset), g,
+                     at == recent.rend()
+                         ? std::string()
+                         : fmt::format(" ({})", site(at->line.file, at->line.line))));
+  }
 }
 
 void Block::shared_warp_read(Fiber& lane, size_t offset) {
@@ -557,7 +659,7 @@ void Block::shared_warp_read(Fiber& lane, size_t offset) {
       check_shared_read(granule + i);
       const Fiber* const lanes = &fibers_[lane.warp * 32];
       for (int l = 0; l < 32; ++l) {
-        if (lanes[l].knows(w[i].thread(), w[i].clock)) continue;
+        if (knows(lanes[l], w[i])) continue;
         fail(FaultKind::race,
              fmt::format("ldmatrix reads {} for lane {}, {}",
                          name_of_shared(offset + size_t(i) * kGranule), l, race_with_writer(w[i])));
@@ -574,7 +676,7 @@ void Block::shared_warp_read(Fiber& lane, size_t offset) {
 void Block::shared_atomic(size_t offset) {
   for (int i = 0; i < 4 / kGranule; ++i) {
     const WriteRecord w = *shadow_->write(offset / kGranule + i);
-    if (!w.atomic() || w.clock < first_clock_) check_shared_read(offset / kGranule + i);
+    if (!w.atomic() || is_of_former_block(w)) check_shared_read(offset / kGranule + i);
   }
   shared_write<4 / kGranule>(offset, Access::atomic);
   counts.shared_read += 4;

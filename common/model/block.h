@@ -12,8 +12,10 @@
 #include <string>
 #include <vector>
 
+#include "common/model/async_units.h"
 #include "common/model/fiber.h"
 #include "common/model/heap.h"
+#include "common/model/hopper_primitives.h"
 #include "common/model/model.h"
 #include "common/model/primitives.h"
 #include "common/model/random.h"
@@ -27,7 +29,8 @@ namespace flashsteps::model {
 struct Counts {
   int64_t atomic_bytes = 0, shared_read = 0, shared_written = 0, warp_exchange_bytes = 0,
           bank_conflicts = 0, barriers = 0, warp_barriers = 0, shuffles = 0, ldmatrix = 0, mma = 0,
-          cp_async = 0, exp = 0, div = 0, div_in_loop = 0, grid_blocks = 0, tiles_visited = 0,
+          cp_async = 0, named_barriers = 0, mbarrier_phases = 0, tma = 0, wgmma = 0,
+          wgmma_flops = 0, exp = 0, div = 0, div_in_loop = 0, grid_blocks = 0, tiles_visited = 0,
           tiles_masked = 0;
 };
 
@@ -52,7 +55,20 @@ struct LaunchState {
 };
 
 /// What writes to shared memory.
-enum class Access { write, copy, atomic };
+enum class Access { write, copy, atomic, bulk };
+
+class Block;
+
+/// What the running thread of this OS thread is. Outside of kernels everything counts as its stack,
+/// so that instrumented host code costs one comparison.
+struct Running {
+  uintptr_t stack_low = 0;
+  size_t stack_bytes = SIZE_MAX;
+  bool follows_registers = false;
+  Fiber* fiber = nullptr;
+  Block* block = nullptr;
+};
+inline constinit thread_local Running running;
 
 class Block {
  public:
@@ -116,6 +132,31 @@ class Block {
   void commit_copies();
   void wait_for_copies(uint32_t pending);
 
+  // Of Hopper; mbarrier.cpp, tma.cpp, wgmma.cpp.
+  void init_mbarrier(uint64_t* bar, int arrivals, SourceLine line);
+  void fence_mbarriers();
+  /// \param bytes that the arrival announces
+  void arrive_at_mbarrier(const char* name, uint64_t* bar, int64_t bytes, SourceLine line);
+  void wait_for_mbarrier(uint64_t* bar, int parity, SourceLine line);
+  void named_barrier(bool sync, int id, int threads, SourceLine line);
+  void fence_proxy();
+  void load_bulk(const TensorMap& map, void* to, uint64_t* bar, const int (&at)[4],
+                 SourceLine line);
+  void store_bulk(const TensorMap& map, const void* from, const int (&at)[4], SourceLine line);
+  void commit_stores() { ++running.fiber->store_commits; }
+  void wait_for_stores(uint32_t pending, SourceLine line);
+  uint64_t descriptor_of(const void* smem, int leading_bytes, int stride_bytes, SourceLine line);
+  void start_product(const Wgmma& product, SourceLine line);
+  void fence_registers();
+  void commit_products() { ++running.fiber->product_commits; }
+  void wait_for_products(uint32_t pending, const WgmmaSums& sums, SourceLine line);
+  void set_registers(int registers, bool grow, SourceLine line);
+  /// An access of local memory by a thread whose registers are followed.
+  template <int kBytes, bool kWrite>
+  void local_access(uintptr_t a);
+  /// The model itself writes to local memory of the running thread.
+  void note_local_write(const void* p, size_t bytes);
+
   void* dynamic_memory() const { return dynamic_; }
   void* take_shared(const char* name, int64_t offset, int64_t count, int element_size,
                     const char* file, int line);
@@ -152,6 +193,11 @@ class Block {
     int line = 0;
   };
 
+  /// Waits until all threads of the warpgroup are here with their arguments; the last one calls
+  /// `together` with those of all 128, and all go on.
+  template <typename Args, typename F>
+  void warpgroup_together(const char* name, Args& args, SourceLine line, F&& together);
+
   static void enter(boost::context::detail::transfer_t from);
   void exit_thread();
   void resume(Fiber& next);
@@ -159,6 +205,10 @@ class Block {
   void wait(const char* what, const char* file, int line);
   void wake(Fiber& f);
   void preempt();
+  /// Lets others go first now and then: for primitives that seldom wait.
+  void sometimes_preempt() {
+    if (launch_->options.preempt > 0 && random_.below(4) == 0) preempt();
+  }
   int64_t preemption_interval();
   [[noreturn]] void deadlock();
   [[noreturn]] void leave();
@@ -166,10 +216,71 @@ class Block {
   void synchronise_all();
   View* new_view();
   void drop_view(Fiber& f);
+  /// The thread's view, for it alone to change.
+  View& own_view(Fiber& f);
+  /// Adds what the thread knows and did to `to`; what it does from here on is later.
+  void release(Fiber& f, Knowledge& to);
+  void acquire(Fiber& f, const Knowledge& from) { own_view(f).join(from); }
+  /// What the warp's threads do from here on is later than what they did.
+  void tick(int warp);
+  bool knows(const Fiber& f, const WriteRecord& w) const;
+  bool is_of_former_block(const WriteRecord& w) const;
+
+  // What works beside the threads.
+  bool has_async_work() const {
+    return !not_landed_.empty() || !load_pieces_.empty() || open_stores_ > 0 || open_products_ > 0;
+  }
+  /// Does one piece of the work that is under way.
+  void advance();
+  void start_async();
+  /// What the launch gives each thread: an equal part of the multiprocessor's registers.
+  int launch_registers() const { return std::min(65536 / threads_ / 8 * 8, 256); }
+  size_t products_agent(int warpgroup) const { return size_t(threads_) + warpgroup; }
+  size_t loads_agent(int mbarrier) const {
+    return size_t(threads_) + SharedShadow::kWarpgroups + mbarrier;
+  }
+  /// A clock of an agent: `count` counts from the block's start.
+  uint32_t agent_clock(uint32_t count) {
+    last_agent_clock_ = std::max(last_agent_clock_, first_agent_clock_ + count);
+    return first_agent_clock_ + count;
+  }
+  Mbarrier& find_mbarrier(const char* what, uint64_t* bar, SourceLine line);
+  std::string name_of(const Mbarrier& m) const { return name_of_shared(m.offset); }
+  std::string state_of(const Mbarrier& m) const;
+  void end_phase_if_complete(Mbarrier& m);
+  void land_piece(size_t i);
+  void complete_bytes(const BulkLoad& load, int64_t bytes);
+  void do_store(BulkStore& store);
+  size_t find_box(const char* what, const TensorMap& map, const void* smem, const int (&at)[4],
+                  SourceLine line);
+  template <typename F>
+  void for_each_chunk(const TensorMap& map, const int (&at)[4], int first_row, int rows, F&& f);
+  /// Checks that `count` granules may be read past the threads, on behalf of these threads.
+  /// \param good a record that has been found fine; of no granule at first
+  void check_async_read(size_t granule, size_t count, std::span<Fiber> readers,
+                        const std::string& what, WriteRecord& good);
+  void check_async_write(size_t granule, size_t count, const std::string& what);
+  std::string agent_read_text(size_t offset) const;
+  /// Calls f(offset in shared memory) for the 16-byte pieces of an operand of `size` rows or
+  /// columns, in order of what lies along k, or along m or n.
+  template <typename F>
+  static void for_each_piece(uint64_t descriptor, bool mn, int size, F&& f);
+  void check_operand(const char* name, uint64_t descriptor, bool mn, int size, int warpgroup,
+                     uint32_t clock, SourceLine line, WriteRecord& good, size_t& begin,
+                     size_t& end);
+  void load_operand(uint64_t descriptor, bool mn, int size, uint16_t* to) const;
+  void compute_product(int warpgroup);
+  size_t local_offset(const Fiber& f, const void* p) const {
+    return reinterpret_cast<uintptr_t>(p) - f.stack_low;
+  }
+  [[gnu::noinline, noreturn]] void touched_in_flight(size_t offset, int bytes, bool write);
+  void check_end_of_thread();
+  void check_end_of_block();
+  std::string barriers_text() const;
 
   void settle_bank_conflicts(int warp);
   void land(const AsyncCopy& copy);
-  void land_one();
+  bool land_one(uint32_t i);
 
   [[gnu::noinline]] void other_access(uintptr_t a, int bytes, bool write);
   [[gnu::noinline, noreturn]] void global_out_of_bounds(uintptr_t a, int bytes, const char* verb);
@@ -220,17 +331,21 @@ class Block {
     uint32_t copy;
   };
   std::vector<CopyNumber> not_landed_;
-};
 
-/// What the running thread of this OS thread is. Outside of kernels everything counts as its stack,
-/// so that instrumented host code costs one comparison.
-struct Running {
-  uintptr_t stack_low = 0;
-  size_t stack_bytes = SIZE_MAX;
-  Fiber* fiber = nullptr;
-  Block* block = nullptr;
+  // Hopper.
+  bool async_used_ = false;  // the block has used what is below
+  uint32_t first_agent_clock_ = 1, last_agent_clock_ = 1;
+  std::vector<Mbarrier> mbarriers_;
+  NamedBarrier named_barriers_[16];
+  std::deque<BulkLoad> loads_;  // since the block's start, but for those that have landed
+  uint32_t first_load_ = 0;     // the number of loads_[0]
+  std::vector<LoadPiece> load_pieces_;
+  int open_stores_ = 0, open_products_ = 0;
+  Warpgroup warpgroups_[SharedShadow::kWarpgroups];
+  std::unique_ptr<ProductBuffers> product_buffers_;
+  int64_t free_registers_ = 0;
+  std::vector<uint16_t> waiting_for_registers_;
 };
-inline constinit thread_local Running running;
 
 /// The block of the running thread.
 ///
@@ -305,6 +420,7 @@ inline void Block::shared_write(size_t offset, Access how) {
   WriteRecord* w = shadow_->write(granule);
   bool fine = true;
   for (int i = 0; i < kGranules; ++i) fine &= w[i].clock <= f.floor;
+  fine &= !async_used_;
   for (int warp = 0; warp < warps_; ++warp) {
     const ReadRecord* r = shadow_->read(warp, granule);
     for (int i = 0; i < kGranules; ++i) fine &= !r[i].later_than(f.floor);
@@ -369,6 +485,49 @@ inline bool Block::find_shared(uintptr_t a, int bytes, const char* verb, size_t&
     return false;
   offset = kDynamicMax + at;
   return true;
+}
+
+template <int kBytes, bool kWrite>
+inline void Block::local_access(uintptr_t a) {
+  const size_t offset = a - running.stack_low;
+  if (!running.fiber->local_memory->touch<kBytes, kWrite>(offset)) [[unlikely]]
+    touched_in_flight(offset, kBytes, kWrite);
+}
+
+template <typename Args, typename F>
+void Block::warpgroup_together(const char* name, Args& args, SourceLine line, F&& together) {
+  Fiber& f = *running.fiber;
+  const int number = f.warp / 4;
+  if (number * 4 + 4 > warps_) {
+    fail(FaultKind::divergence,
+         fmt::format("is at {} ({}), which takes a warpgroup of 128 threads; the block has {}",
+                     name, site(line.file, line.line), threads_));
+  }
+  Warpgroup& w = warpgroups_[number];
+  if (w.arrived == 0) {
+    w.name = name, w.line = line;
+  } else if (w.line.line != line.line || w.name != name) {
+    fail(FaultKind::divergence,
+         fmt::format("is at {} ({}) while other threads of its warpgroup wait at {} ({})", name,
+                     site(line.file, line.line), w.name, site(w.line.file, w.line.line)));
+  }
+  w.args[f.index % 128] = &args;
+  if (++w.arrived < 128) return wait(name, line.file, line.line);
+  for (int warp = number * 4; warp < number * 4 + 4; ++warp) settle_bank_conflicts(warp);
+  together(std::span<Args*, 128>(reinterpret_cast<Args**>(w.args), 128));
+  w.arrived = 0;
+  for (int t = number * 128; t < number * 128 + 128; ++t) {
+    if (t != f.index) wake(fibers_[t]);
+  }
+}
+
+inline void Block::note_local_write(const void* p, size_t bytes) {
+  const Fiber& f = *running.fiber;
+  if (!f.follows_registers) return;
+  const size_t offset = local_offset(f, p);
+  if (offset >= LocalMemory::kBytes) return;
+  f.local_memory->touch(offset, bytes);
+  if (f.local_memory->in_flight(offset, bytes)) touched_in_flight(offset, int(bytes), true);
 }
 
 template <typename Args, typename F>

@@ -5,17 +5,19 @@
 #include <boost/context/detail/fcontext.hpp>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
+#include "common/model/async_units.h"
 #include "common/model/bank_conflicts.h"
+#include "common/model/local_memory.h"
 
 namespace flashsteps::model {
 
-/// What a thread knows of the others: of thread t, everything up to clock[t]. Shared by the threads
-/// that know the same, and never changed while more than its owners can see it.
-struct View {
+/// What a thread knows, shared by the threads that know the same, and never changed while more than
+/// its owners can see it.
+struct View : Knowledge {
   int owners = 0;
-  std::vector<uint32_t> clock;
 };
 
 /// One asynchronous copy of 16 bytes that its thread has not waited for.
@@ -41,11 +43,12 @@ struct Fiber {
 
   // Where it waits, for the report of a deadlock.
   const char* waits_for = nullptr;
+  int mbarrier = -1;  // that it waits for
   const char* file = nullptr;
   int line = 0;
 
   // Happens-before. Of every thread this one knows all up to `floor`, and more where `view` says
-  // so.
+  // so; of what works beside the threads, it knows what `view` says.
   uint32_t clock = 0;
   uint32_t floor = 0;
   View* view = nullptr;
@@ -56,6 +59,17 @@ struct Fiber {
   uint32_t first_copy = 0;        // the number of copies[0], counted from the block's start
   uint32_t commits = 0;
 
+  std::vector<BulkStore> stores;  // of TMA, not waited for; oldest first
+  uint32_t store_commits = 0;
+
+  // wgmma: products that this thread has not waited for, oldest first, and its registers, followed
+  // from the first wgmma_fence on.
+  std::vector<PendingProduct> products;
+  uint32_t product_commits = 0;
+  std::unique_ptr<LocalMemory> local_memory;
+  bool follows_registers = false;
+  int registers = 0;  // as setmaxnreg leaves them
+
   int64_t tiles = 0;
   int64_t tiles_masked = 0;
   bool in_tile_loop = false;
@@ -65,6 +79,8 @@ struct Fiber {
   bool knows(uint16_t thread, uint32_t when) const {
     return when <= floor || thread == index || (view && view->clock[thread] >= when);
   }
+  /// How much of the work of an agent (by its place in a view) this thread knows to be done.
+  uint32_t known_of(size_t agent) const { return view ? view->of(agent) : 0; }
 };
 
 /// Stacks for the threads of one block, with a guard page below each.

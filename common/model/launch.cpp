@@ -167,8 +167,12 @@ void add_to_ledger(const Block& block) {
   ledger.shuffles += c.shuffles;
   ledger.ldmatrix += c.ldmatrix;
   ledger.mma += c.mma;
-  ledger.mma_flops += c.mma * (2 * 16 * 8 * 16);
+  ledger.mma_flops += c.mma * (2 * 16 * 8 * 16) + c.wgmma_flops;
   ledger.cp_async += c.cp_async;
+  ledger.named_barriers += c.named_barriers;
+  ledger.mbarrier_phases += c.mbarrier_phases;
+  ledger.tma += c.tma;
+  ledger.wgmma += c.wgmma;
   ledger.exp += c.exp;
   ledger.div += c.div;
   ledger.div_in_loop += c.div_in_loop;
@@ -223,6 +227,10 @@ void set_options(const Options& o) {
         fmt::format("shared_memory_per_block: {} given; 0 to {} bytes are allowed",
                     o.shared_memory_per_block, kSharedMemoryMax));
   }
+  if (o.multiprocessors < 1 || o.multiprocessors > 1024) {
+    throw std::invalid_argument(
+        fmt::format("multiprocessors: {} given; 1 to 1024 are allowed", o.multiprocessors));
+  }
   if (!(o.preempt >= 0 && o.preempt <= 1)) {
     throw std::invalid_argument(
         fmt::format("preempt: {} given; a probability from 0 to 1 is allowed", o.preempt));
@@ -265,6 +273,12 @@ const char* to_string(FaultKind kind) {
       return "NOT SUPPORTED";
     case FaultKind::exception:
       return "EXCEPTION";
+    case FaultKind::proxy:
+      return "PROXY";
+    case FaultKind::barrier:
+      return "BARRIER";
+    case FaultKind::registers:
+      return "REGISTERS";
   }
   return "?";
 }
@@ -275,6 +289,10 @@ namespace flashsteps::inline model_target {
 
 int shared_memory_per_block() {
   return int(model::options().shared_memory_per_block);
+}
+
+int multiprocessor_count() {
+  return model::options().multiprocessors;
 }
 
 }  // namespace flashsteps::inline model_target

@@ -28,6 +28,9 @@ struct Options {
   /// Shared memory that one block may have, static and dynamic, in bytes: the card's opt-in maximum
   /// (227 KiB on Hopper, 163 KiB on an A100, 99 KiB on consumer cards). At most 256 KiB.
   int64_t shared_memory_per_block = 227 * 1024;
+  /// What multiprocessor_count() gives kernels: the grid of a persistent one. So few that its
+  /// blocks take several tiles each.
+  int multiprocessors = 3;
   /// Probability that a thread is interrupted at an access to shared or global memory.
   double preempt = 1.0 / 64;
 };
@@ -55,6 +58,9 @@ enum class FaultKind {
   host_memory,   ///< an address that is no GPU memory at all
   unsupported,   ///< legal CUDA that the model does not do
   exception,     ///< a C++ exception left the kernel
+  proxy,         ///< TMA or wgmma reads what ordinary stores wrote, without a proxy fence between
+  barrier,       ///< an mbarrier or named barrier is used as it may not be
+  registers,     ///< registers that wgmma uses were touched without its fence or wait; setmaxnreg
 };
 
 /// "race", "out of bounds", …
@@ -76,19 +82,27 @@ Ledger take_ledger();
 
 /// The kinds of primitives that can be taken out of a kernel.
 enum class SiteKind {
-  barrier,       ///< `__syncthreads`: does nothing
-  warp_barrier,  ///< `__syncwarp`: does nothing
-  shuffle,       ///< a shuffle or vote: gives the lane's own value
-  copy,          ///< cp.async: does nothing
-  commit,        ///< cp.async's commit: does nothing
-  wait,          ///< cp.async's wait: does nothing
-  ldmatrix,      ///< leaves the registers as they are
-  mma,           ///< leaves the sums as they are
-  mask,          ///< mask_if: false
-  exp,           ///< fast_exp, fast_exp2: 1
-  div,           ///< divide: the numerator
-  atomic,        ///< atomicAdd, atomic_add_quad: a plain store
-  turn,          ///< turn_wait, turn_pass: does nothing
+  barrier,        ///< `__syncthreads`: does nothing
+  warp_barrier,   ///< `__syncwarp`: does nothing
+  shuffle,        ///< a shuffle or vote: gives the lane's own value
+  copy,           ///< cp.async or a TMA load: does nothing
+  commit,         ///< of cp.async, TMA stores or wgmma: does nothing
+  wait,           ///< for cp.async, TMA stores, wgmma or an mbarrier: does nothing
+  ldmatrix,       ///< leaves the registers as they are
+  mma,            ///< leaves the sums as they are
+  mask,           ///< mask_if: false
+  exp,            ///< fast_exp, fast_exp2: 1
+  div,            ///< divide: the numerator
+  atomic,         ///< atomicAdd, atomic_add_quad: a plain store
+  turn,           ///< turn_wait, turn_pass: does nothing
+  mbarrier_init,  ///< does nothing
+  arrive,         ///< at an mbarrier (with the bytes that it announces) or named barrier: nothing
+  expect,         ///< an arrival at an mbarrier announces no bytes
+  named_barrier,  ///< `named_barrier_sync`: does nothing
+  fence,          ///< of mbarriers, of the async proxy or of wgmma: does nothing
+  store,          ///< a TMA store: does nothing
+  wgmma,          ///< leaves the sums as they are
+  registers,      ///< setmaxnreg: does nothing
 };
 
 /// "barrier", "warp barrier", …

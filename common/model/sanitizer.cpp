@@ -10,8 +10,10 @@ namespace {
 template <int kBytes, bool kWrite>
 [[gnu::always_inline]] inline void see(const void* pointer, uintptr_t call) {
   const auto a = reinterpret_cast<uintptr_t>(pointer);
-  if (a - running.stack_low < running.stack_bytes) [[likely]]
-    return;  // local memory, or no kernel at all
+  if (a - running.stack_low < running.stack_bytes) [[likely]] {  // local memory, or no kernel
+    if (running.follows_registers) running.block->local_access<kBytes, kWrite>(a);
+    return;
+  }
   running.block->access<kBytes, kWrite>(a, call);
 }
 
@@ -19,7 +21,7 @@ template <int kBytes, bool kWrite>
 template <bool kWrite>
 void see_range(const void* pointer, size_t bytes, uintptr_t call) {
   const auto begin = reinterpret_cast<uintptr_t>(pointer);
-  if (begin - running.stack_low < running.stack_bytes) return;
+  if (begin - running.stack_low < running.stack_bytes && !running.follows_registers) return;
   for (size_t done = 0; done < bytes;) {
     const void* p = static_cast<const char*>(pointer) + done;
     const uintptr_t a = begin + done;

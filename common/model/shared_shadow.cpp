@@ -7,8 +7,6 @@
 namespace flashsteps::model {
 namespace {
 
-constexpr int kMaxWarps = 32;
-
 // Pages of zeros, which cost nothing until they are touched.
 void* pages(size_t bytes) {
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
@@ -23,16 +21,16 @@ void* pages(size_t bytes) {
 SharedShadow::SharedShadow(size_t bytes)
     : granules_((bytes + kGranule - 1) / kGranule),
       writes_(static_cast<WriteRecord*>(pages(granules_ * sizeof(WriteRecord)))),
-      reads_(static_cast<ReadRecord*>(pages(granules_ * kMaxWarps * sizeof(ReadRecord)))) {}
+      reads_(static_cast<ReadRecord*>(pages(granules_ * kReaders * sizeof(ReadRecord)))) {}
 
 SharedShadow::~SharedShadow() {
   munmap(writes_, granules_ * sizeof(WriteRecord));
-  munmap(reads_, granules_ * kMaxWarps * sizeof(ReadRecord));
+  munmap(reads_, granules_ * kReaders * sizeof(ReadRecord));
 }
 
 void SharedShadow::clear() {
   madvise(writes_, granules_ * sizeof(WriteRecord), MADV_DONTNEED);
-  madvise(reads_, granules_ * kMaxWarps * sizeof(ReadRecord), MADV_DONTNEED);
+  madvise(reads_, granules_ * kReaders * sizeof(ReadRecord), MADV_DONTNEED);
 }
 
 }  // namespace flashsteps::model

@@ -10,18 +10,30 @@ namespace flashsteps::model {
 /// Shared memory is followed in granules of 2 bytes.
 constexpr int kGranule = 2;
 
-/// The last write of a granule.
+/// The last write of a granule, by a thread or by an agent (TMA, on behalf of one mbarrier).
 struct WriteRecord {
-  static constexpr uint32_t kAsync = 1 << 10;   // by an asynchronous copy
-  static constexpr uint32_t kAtomic = 1 << 11;  // by an atomic
+  static constexpr uint32_t kAsync = 1 << 16;     // by an asynchronous copy
+  static constexpr uint32_t kAtomic = 1 << 17;    // by an atomic
+  static constexpr uint32_t kAgent = 1 << 18;     // by an agent
+  static constexpr uint32_t kMbarrier = 1 << 19;  // by mbarrier_init
   static constexpr uint32_t kInFlight = 0xffffffffu;
+  static constexpr uint32_t kAgentClock = 1u << 31;  // above every thread's clock
 
-  uint32_t who;    // the thread, and the flags above
+  uint32_t who;    // the thread or the agent, and the flags above
   uint32_t clock;  // the thread's; below the block's first: never written. kInFlight: not there yet
 
-  uint16_t thread() const { return who & 1023; }
+  static WriteRecord by_agent(uint32_t agent, uint32_t clock) {
+    return {agent | kAgent | kAsync, clock | kAgentClock};
+  }
+  static WriteRecord in_flight(uint32_t agent) { return {agent | kAgent | kAsync, kInFlight}; }
+
+  uint16_t thread() const { return uint16_t(who); }
   bool async() const { return who & kAsync; }
   bool atomic() const { return who & kAtomic; }
+  bool agent() const { return who & kAgent; }
+  bool mbarrier() const { return who & kMbarrier; }
+  uint32_t agent_clock() const { return clock & ~kAgentClock; }
+  bool is_in_flight() const { return clock == kInFlight; }
   /// By an ordinary store of another warp.
   bool exchanged(int warp) const { return !async() && thread() / 32 != warp; }
   bool operator==(const WriteRecord& other) const {
@@ -40,6 +52,9 @@ class ReadRecord {
   static ReadRecord by_warp(uint32_t clock, int lane) {
     return ReadRecord(clock << kClockShift | kSeveral | uint32_t(lane));
   }
+  /// Being read, until somebody waits for it.
+  static ReadRecord in_flight() { return ReadRecord(0xffffffffu); }
+  bool is_in_flight() const { return bits_ == 0xffffffffu; }
   /// Below the block's first clock: never read.
   uint32_t clock() const { return bits_ >> kClockShift; }
   int lane() const { return bits_ & 31; }
@@ -72,8 +87,14 @@ class SharedShadow {
   SharedShadow& operator=(const SharedShadow&) = delete;
 
   WriteRecord* write(size_t granule) { return writes_ + granule; }
-  /// The warp's records from this granule on.
-  ReadRecord* read(int warp, size_t granule) { return reads_ + size_t(warp) * granules_ + granule; }
+  /// The reader's records from this granule on: a warp, or one of those below.
+  ReadRecord* read(int reader, size_t granule) {
+    return reads_ + size_t(reader) * granules_ + granule;
+  }
+  static constexpr int kMaxWarps = 32, kWarpgroups = 8;
+  /// TMA, of what it stores; and wgmma, of each warpgroup.
+  static constexpr int kStores = kMaxWarps, kProducts = kMaxWarps + 1;
+  static constexpr int kReaders = kMaxWarps + 1 + kWarpgroups;
   void clear();
 
  private:

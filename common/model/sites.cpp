@@ -62,6 +62,22 @@ const char* to_string(SiteKind kind) {
       return "atomic";
     case SiteKind::turn:
       return "turn";
+    case SiteKind::mbarrier_init:
+      return "mbarrier init";
+    case SiteKind::arrive:
+      return "arrive";
+    case SiteKind::expect:
+      return "expect";
+    case SiteKind::named_barrier:
+      return "named barrier";
+    case SiteKind::fence:
+      return "fence";
+    case SiteKind::store:
+      return "store";
+    case SiteKind::wgmma:
+      return "wgmma";
+    case SiteKind::registers:
+      return "registers";
   }
   return "?";
 }

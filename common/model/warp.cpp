@@ -97,6 +97,7 @@ void ldmatrix(uint32_t* registers, const void* row, bool transposed, const char*
            fmt::format("ldmatrix ({}:{}) reads {:#x}, which is not shared memory", file, line,
                        address));
   }
+  b.note_local_write(registers, 16);
   if (address % 16 != 0) {
     b.fail(FaultKind::misaligned,
            fmt::format("ldmatrix ({}:{}) reads a row at {}, which is not at a multiple of 16 "
@@ -189,6 +190,7 @@ void mma_m16n8k16(Type16 type, float* d, const uint32_t* a, uint32_t b0, uint32_
   if (skipped(SiteKind::mma, file, line)) return;
   Block& block = current_block("mma");
   MmaArgs args{d, a, {b0, b1}};
+  block.note_local_write(d, 16);
   block.warp_together(type == Type16::fp16 ? "mma (fp16)" : "mma (bf16)", 0xffffffffu, args, file,
                       line, [&](std::span<MmaArgs*, 32> lanes) {
                         ++block.counts.mma;

@@ -44,6 +44,10 @@ void dispatch(const Problem& p, F&& f) {
 #define FLASHSTEPS_STAGE(ID, NAME, SUMMARY, LSE) \
   FLASHSTEPS_STAGE_FOR(ID, NAME, SUMMARY, LSE, 80, false)
 
+/// FLASHSTEPS_STAGE_FOR compute capability 9.0 alone, where wgmma and TMA are: `forward` writes L.
+#define FLASHSTEPS_HOPPER_STAGE(ID, NAME, SUMMARY) \
+  FLASHSTEPS_STAGE_FOR(ID, NAME, SUMMARY, nullptr, 90, true)
+
 /// Registers a stage of the backward pass, for compute capability 8.0 and newer. Expects in scope:
 /// `template <typename T, int D> void backward(const Problem&, const GradientStrides&, const
 /// BackwardArgs&, Stream)`, and `tiles`, `workspaces`, `candidates` as FLASHSTEPS_STAGE_FOR does.

@@ -30,6 +30,10 @@ void for_each_count(Visit&& visit) {
   visit("mma", &Ledger::mma);
   visit("mma_flops", &Ledger::mma_flops);
   visit("cp_async", &Ledger::cp_async);
+  visit("named_barriers", &Ledger::named_barriers);
+  visit("mbarrier_phases", &Ledger::mbarrier_phases);
+  visit("tma", &Ledger::tma);
+  visit("wgmma", &Ledger::wgmma);
   visit("exp", &Ledger::exp);
   visit("div", &Ledger::div);
   visit("div_in_loop", &Ledger::div_in_loop);
