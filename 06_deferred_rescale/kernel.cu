@@ -24,33 +24,44 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(kFullMask, x, 2);
 }
 
-// S = 2^(scale (S - m)) in the rows 16 r + g + 8 half, in place. Returns this lane's part of their
-// sum.
-template <int kN>
-__device__ __forceinline__ float exponentiate(float (&S_rmem)[kN][4], int half, float m,
-                                              ScoreScale scale) {
+// S = 2^(scale (S - m)), in place; adds this lane's part of each row's sum to l.
+template <int kM, int kN>
+__device__ __forceinline__ void exponentiate(float (&S_rmem)[kM][kN][4],
+                                             const float (&m_rmem)[kM][2], float (&l_rmem)[kM][2],
+                                             ScoreScale scale) {
   // One fma computes scale S - scale m, and rounds scale m apart from it. Where that would show,
   // the maximum is subtracted first. A row that has seen no key subtracts 0: -inf - -inf would be
   // NaN.
-  float shift = m == -INFINITY ? 0.f : scale.log2 * m;
-  if (fabsf(shift) > kLargeExponent) {
+  float shift[kM][2], largest = 0.f;
+#pragma unroll
+  for (int x = 0; x < 2 * kM; ++x) {
+    const float m = m_rmem[x / 2][x % 2];
+    shift[x / 2][x % 2] = m == -INFINITY ? 0.f : scale.log2 * m;
+    largest = fmaxf(largest, fabsf(shift[x / 2][x % 2]));
+  }
+  if (largest > kLargeExponent) {
+#pragma unroll
+    for (int r = 0; r < kM; ++r) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float m = m_rmem[r][e / 2] == -INFINITY ? 0.f : m_rmem[r][e / 2];
+        shift[r][e / 2] = 0.f;
+#pragma unroll
+        for (int k = 0; k < kN; ++k) S_rmem[r][k][e] -= m;
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kM; ++r) {
 #pragma unroll
     for (int k = 0; k < kN; ++k) {
-      S_rmem[k][2 * half] -= m;
-      S_rmem[k][2 * half + 1] -= m;
-    }
-    shift = 0.f;
-  }
-  float sum = 0.f;
 #pragma unroll
-  for (int k = 0; k < kN; ++k) {
-#pragma unroll
-    for (int e = 2 * half; e < 2 * half + 2; ++e) {
-      S_rmem[k][e] = fast_exp2(fmaf(S_rmem[k][e], scale.log2, -shift));
-      sum += S_rmem[k][e];
+      for (int e = 0; e < 4; ++e) {
+        S_rmem[r][k][e] = fast_exp2(fmaf(S_rmem[r][k][e], scale.log2, -shift[r][e / 2]));
+        l_rmem[r][e / 2] += S_rmem[r][k][e];
+      }
     }
   }
-  return sum;
 }
 
 // What e^m_old is worth against e^m_new; 0 where nothing was seen before.
@@ -63,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     attention_kernel(const T* __restrict__ Q, const T* __restrict__ K, const T* __restrict__ V,
                      T* __restrict__ O, float* __restrict__ L, Problem p, ScoreScale scale,
                      int blocks_per_head) {
-  constexpr int kSlice = kBc / kWarps;       // keys of a tile that a warp has: split K
+  constexpr int kWarpRows = kBr, kSlice = kBc / kWarps;  // a warp's part of S: split K
   constexpr int kOwners = kThreads / kBr;    // threads that merge a row of O, 4 columns at a time
   constexpr int kOwned = D / (4 * kOwners);  // and how often
   const int tiles_q = ceil_div(p.seqlen_q, kBr), tiles_k = ceil_div(p.seqlen_k, kBc);
@@ -114,11 +125,11 @@ __global__ void __launch_bounds__(kThreads, 2)
       cp_async_commit();
 
       // S = Q K^T over this warp's keys
-      float S_rmem[kBr / 16][kSlice / 8][4] = {};
+      float S_rmem[kWarpRows / 16][kSlice / 8][4] = {};
       multiply_by_transposed<D>(S_rmem, Q_smem, 0, K_smem, warp * kSlice);
       apply_sign(S_rmem, scale);
 #pragma unroll
-      for (int r = 0; r < kBr / 16; ++r) {
+      for (int r = 0; r < kWarpRows / 16; ++r) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int row = r * 16 + half * 8 + g;
@@ -141,24 +152,26 @@ __global__ void __launch_bounds__(kThreads, 2)
       load_K(tile_k + 1);
 
       // P = e^(S - m_new), and its row sums, over this warp's keys
+      float m_rmem[kWarpRows / 16][2], sum_rmem[kWarpRows / 16][2] = {};
 #pragma unroll
-      for (int r = 0; r < kBr / 16; ++r) {
+      for (int x = 0; x < kWarpRows / 8; ++x) {
+        float m_new = m_smem[x * 8 + g];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = r * 16 + half * 8 + g;
-          float m_new = m_smem[row];
+        for (int w = 0; w < kWarps; ++w) m_new = fmaxf(m_new, max_smem[w * kBr + x * 8 + g]);
+        m_rmem[x / 2][x % 2] = m_new;
+      }
+      exponentiate(S_rmem, m_rmem, sum_rmem, scale);
 #pragma unroll
-          for (int w = 0; w < kWarps; ++w) m_new = fmaxf(m_new, max_smem[w * kBr + row]);
-          const float sum = quad_sum(exponentiate(S_rmem[r], half, m_new, scale));
-          if (t == 0) sum_smem[warp * kBr + row] = sum;
-        }
+      for (int x = 0; x < kWarpRows / 8; ++x) {
+        const float sum = quad_sum(sum_rmem[x / 2][x % 2]);
+        if (t == 0) sum_smem[warp * kBr + x * 8 + g] = sum;
       }
 
       // P V over this warp's keys
-      float PV_rmem[kBr / 16][D / 8][4] = {};
+      float PV_rmem[kWarpRows / 16][D / 8][4] = {};
       multiply<D>(PV_rmem, S_rmem, V_smem, warp * kSlice);
 #pragma unroll
-      for (int r = 0; r < kBr / 16; ++r) {
+      for (int r = 0; r < kWarpRows / 16; ++r) {
 #pragma unroll
         for (int c = 0; c < D / 8; ++c) {
 #pragma unroll
@@ -249,7 +262,7 @@ void forward(const Problem& p, const ForwardArgs& a, Stream stream) {
   }
 }
 
-FLASHSTEPS_STAGE("06", "deferred_rescale", "O unnormalised until the end; L replaces m and l",
+FLASHSTEPS_STAGE("06", "deferred_rescale", "O divided once, at the end; L replaces m and l",
                  nullptr)
 
 }  // namespace flashsteps::inline FLASHSTEPS_TARGET::stage_06_deferred_rescale

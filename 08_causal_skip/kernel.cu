@@ -23,33 +23,44 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(kFullMask, x, 2);
 }
 
-// S = 2^(scale (S - m)) in the rows 16 r + g + 8 half, in place. Returns this lane's part of their
-// sum.
-template <int kN>
-__device__ __forceinline__ float exponentiate(float (&S_rmem)[kN][4], int half, float m,
-                                              ScoreScale scale) {
+// S = 2^(scale (S - m)), in place; adds this lane's part of each row's sum to l.
+template <int kM, int kN>
+__device__ __forceinline__ void exponentiate(float (&S_rmem)[kM][kN][4],
+                                             const float (&m_rmem)[kM][2], float (&l_rmem)[kM][2],
+                                             ScoreScale scale) {
   // One fma computes scale S - scale m, and rounds scale m apart from it. Where that would show,
   // the maximum is subtracted first. A row that has seen no key subtracts 0: -inf - -inf would be
   // NaN.
-  float shift = m == -INFINITY ? 0.f : scale.log2 * m;
-  if (fabsf(shift) > kLargeExponent) {
+  float shift[kM][2], largest = 0.f;
+#pragma unroll
+  for (int x = 0; x < 2 * kM; ++x) {
+    const float m = m_rmem[x / 2][x % 2];
+    shift[x / 2][x % 2] = m == -INFINITY ? 0.f : scale.log2 * m;
+    largest = fmaxf(largest, fabsf(shift[x / 2][x % 2]));
+  }
+  if (largest > kLargeExponent) {
+#pragma unroll
+    for (int r = 0; r < kM; ++r) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float m = m_rmem[r][e / 2] == -INFINITY ? 0.f : m_rmem[r][e / 2];
+        shift[r][e / 2] = 0.f;
+#pragma unroll
+        for (int k = 0; k < kN; ++k) S_rmem[r][k][e] -= m;
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kM; ++r) {
 #pragma unroll
     for (int k = 0; k < kN; ++k) {
-      S_rmem[k][2 * half] -= m;
-      S_rmem[k][2 * half + 1] -= m;
-    }
-    shift = 0.f;
-  }
-  float sum = 0.f;
 #pragma unroll
-  for (int k = 0; k < kN; ++k) {
-#pragma unroll
-    for (int e = 2 * half; e < 2 * half + 2; ++e) {
-      S_rmem[k][e] = fast_exp2(fmaf(S_rmem[k][e], scale.log2, -shift));
-      sum += S_rmem[k][e];
+      for (int e = 0; e < 4; ++e) {
+        S_rmem[r][k][e] = fast_exp2(fmaf(S_rmem[r][k][e], scale.log2, -shift[r][e / 2]));
+        l_rmem[r][e / 2] += S_rmem[r][k][e];
+      }
     }
   }
-  return sum;
 }
 
 // What e^m_old is worth against e^m_new; 0 where nothing was seen before.
@@ -61,7 +72,7 @@ template <typename T, int D, int kBr, int kBc>
 __global__ void __launch_bounds__(kThreads, 2)
     attention_kernel(const T* __restrict__ Q, const T* __restrict__ K, const T* __restrict__ V,
                      T* __restrict__ O, float* __restrict__ L, Problem p, ScoreScale scale) {
-  constexpr int kWarpRows = kBr / kWarps;  // rows of a tile that a warp has: split Q
+  constexpr int kWarpRows = kBr / kWarps, kSlice = kBc;  // a warp's part of S: split Q
   const int tiles_q = ceil_div(p.seqlen_q, kBr);
   // The longest row blocks first, so that the short ones fill the gaps at the end.
   const int i0 = (tiles_q - 1 - blockIdx.x % tiles_q) * kBr;
@@ -114,8 +125,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     cp_async_commit();
 
     // S = Q K^T over this warp's rows
-    float S_rmem[kWarpRows / 16][kBc / 8][4] = {};
-    multiply_by_transposed<D>(S_rmem, Q_smem, fresh_thread_index() / 32 * kWarpRows, K_smem, 0);
+    float S_rmem[kWarpRows / 16][kSlice / 8][4] = {};
+    multiply_by_transposed<D, D / 16>(S_rmem, Q_smem, fresh_thread_index() / 32 * kWarpRows, K_smem,
+                                      0);
     apply_sign(S_rmem, scale);
     if (masked) {
       const int thread = fresh_thread_index();
@@ -127,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           const int row = row0 + r * 16 + half * 8 + g;
           const int last = p.last_key(i0 + row) - j0 - 2 * t;
 #pragma unroll
-          for (int k = 0; k < kBc / 8; ++k) {
+          for (int k = 0; k < kSlice / 8; ++k) {
 #pragma unroll
             for (int e = 2 * half; e < 2 * half + 2; ++e) {
               if (mask_if(k * 8 + e % 2 > last)) S_rmem[r][k][e] = -INFINITY;
@@ -147,13 +159,13 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int half = 0; half < 2; ++half) {
         float m_new = m_rmem[r][half];
 #pragma unroll
-        for (int k = 0; k < kBc / 8; ++k) {
+        for (int k = 0; k < kSlice / 8; ++k) {
           m_new = fmaxf(m_new, fmaxf(S_rmem[r][k][2 * half], S_rmem[r][k][2 * half + 1]));
         }
         m_new = quad_max(m_new);
         const float rescale = rescale_factor(m_rmem[r][half], m_new, scale);
         m_rmem[r][half] = m_new;
-        l_rmem[r][half] = l_rmem[r][half] * rescale + exponentiate(S_rmem[r], half, m_new, scale);
+        l_rmem[r][half] *= rescale;
 #pragma unroll
         for (int c = 0; c < D / 8; ++c) {
           O_rmem[r][c][2 * half] *= rescale;
@@ -161,6 +173,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
       }
     }
+    exponentiate(S_rmem, m_rmem, l_rmem, scale);
     multiply<D>(O_rmem, S_rmem, V_smem, 0);
   }
   note_tiles_done();

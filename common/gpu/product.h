@@ -13,13 +13,13 @@ namespace flashsteps::inline FLASHSTEPS_TARGET {
 
 /// C += A B^T: rows [A_row, A_row + 16 kM) of A times rows [B_row, B_row + 8 kN) of B, both tiles
 /// of kCols columns. (S += Q K^T)
-template <int kCols, int kM, int kN, typename T>
+///
+/// \param kUnroll steps of 16 columns that are unrolled together. With all of them, ptxas has more
+/// operands on their way, and a kernel that is short of registers spills: half of them by default
+template <int kCols, int kUnroll = kCols / 32, int kM, int kN, typename T>
 __device__ __forceinline__ void multiply_by_transposed(float (&C_rmem)[kM][kN][4], const T* A_smem,
                                                        int A_row, const T* B_smem, int B_row) {
   static_assert(kN % 2 == 0, "one ldmatrix gives the operands of two products");
-  // Half of the columns at a time: with all of them, ptxas has more operands on their way than it
-  // has registers for, and spills.
-  [[maybe_unused]] constexpr int kUnroll = kCols / 32;
   const int lane = threadIdx.x % 32;
   // The swizzle is an XOR with the row, so that a step along the columns is an XOR, too.
   const int A_lane = swizzle<kCols>(A_row + lane % 16, lane / 16 * 8);
