@@ -21,11 +21,13 @@ constexpr int kGrid = 16;
 template <int kRows, int kCols, typename T>
 __device__ void copy_tile(T* tile_smem, const T* tile_gmem, int64_t row_stride, int valid_rows,
                           int valid_cols) {
+  // BEGIN SOLUTION: copy the tile, zeros around what is valid
   for (int e = threadIdx.x; e < kRows * kCols; e += kThreads) {
     const int row = e / kCols, col = e % kCols;
     const bool inside = row < valid_rows && col < valid_cols;
     tile_smem[e] = inside ? tile_gmem[row * row_stride + col] : from_float<T>(0.f);
   }
+  // END SOLUTION
 }
 
 // S (batch, heads, seqlen_q, seqlen_k), fp32: scaled, and -inf where query i does not see key j.
@@ -51,6 +53,7 @@ __global__ void __launch_bounds__(kThreads)
 
   const int row0 = threadIdx.x / kGrid, col0 = threadIdx.x % kGrid;
   float S_rmem[kBr / kGrid][kBc / kGrid] = {};
+  // BEGIN SOLUTION: add up Q K^T, 4 x 4 elements a thread, each loaded value used four times
   for (int c = 0; c < D; ++c) {
     float Q_rmem[kBr / kGrid], K_rmem[kBc / kGrid];
 #pragma unroll
@@ -63,6 +66,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int k = 0; k < kBc / kGrid; ++k) S_rmem[r][k] += Q_rmem[r] * K_rmem[k];
     }
   }
+  // END SOLUTION
 
 #pragma unroll
   for (int r = 0; r < kBr / kGrid; ++r) {
@@ -127,6 +131,7 @@ __global__ void __launch_bounds__(kThreads)
   const int row0 = threadIdx.x / kGrid, col0 = threadIdx.x % kGrid;
   float O_rmem[kBr / kGrid][D / kGrid] = {};
   for (int j0 = 0; j0 < p.seqlen_k; j0 += kBc) {
+    // BEGIN SOLUTION: bring P and V tiles, add up P V, and guard the tiles
     copy_tile<kBr, kBc>(P_smem, P + j0, padded_row(p.seqlen_k), p.seqlen_q - i0, p.seqlen_k - j0);
     copy_tile<kBc, D>(V_smem, V + j0 * p.v.row, p.v.row, p.seqlen_k - j0, p.head_dim);
     __syncthreads();  // both tiles are complete before any thread reads them
@@ -145,6 +150,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     __syncthreads();  // all threads are done with the tiles before the next ones overwrite them
+    // END SOLUTION
   }
 
 #pragma unroll

@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
   const int g = lane / 4, t = lane % 4;  // PTX's names: a fragment's row and pair
   const int row0 = warp / 2 * kWarpRows, col0 = warp % 2 * kWarpCols;
   float S_rmem[kWarpRows / 16][kWarpCols / 8][4] = {};
+  // BEGIN SOLUTION: gather the fragments of Q and K, and multiply them: S += Q K^T
 #pragma unroll
   for (int c = 0; c < D; c += 16) {
     uint32_t a[kWarpRows / 16][4];
@@ -88,6 +89,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
       for (int r = 0; r < kWarpRows / 16; ++r) mma_m16n8k16<T>(S_rmem[r][k], a[r], b0, b1);
     }
   }
+  // END SOLUTION
 
 #pragma unroll
   for (int r = 0; r < kWarpRows / 16; ++r) {
@@ -162,6 +164,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     copy_tile<kBc, D>(V_smem, V + j0 * p.v.row, p.v.row, p.seqlen_k - j0, p.head_dim);
     __syncthreads();  // both tiles are complete before any thread reads them
 
+    // BEGIN SOLUTION: gather the fragments of P and V, and multiply them: O += P V
 #pragma unroll
     for (int j = 0; j < kBc; j += 16) {
       uint32_t a[kWarpRows / 16][4];
@@ -183,6 +186,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
         for (int r = 0; r < kWarpRows / 16; ++r) mma_m16n8k16<T>(O_rmem[r][c], a[r], b0, b1);
       }
     }
+    // END SOLUTION
     __syncthreads();  // all threads are done with the tiles before the next ones overwrite them
   }
 

@@ -25,6 +25,7 @@ template <int kRows, int kCols, typename T>
 __device__ void copy_tile(T* tile_smem, const T* tile_gmem, int64_t row_stride, int valid_rows,
                           int valid_cols) {
   constexpr int kChunks = kCols / 8;
+  // BEGIN SOLUTION: copy 16 bytes at a time, to swizzled places
 #pragma unroll
   for (int e = 0; e < kRows * kChunks / kThreads; ++e) {
     const int chunk = e * kThreads + threadIdx.x;
@@ -34,6 +35,7 @@ __device__ void copy_tile(T* tile_smem, const T* tile_gmem, int64_t row_stride, 
     if (inside) data = *reinterpret_cast<const uint4*>(tile_gmem + row * row_stride + col);
     *reinterpret_cast<uint4*>(tile_smem + swizzle<kCols>(row, col)) = data;
   }
+  // END SOLUTION
 }
 
 // S (batch, heads, seqlen_q, seqlen_k), fp32: scaled, and -inf where query i does not see key j.
@@ -62,6 +64,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
   const int g = lane / 4, t = lane % 4;  // PTX's names: a fragment's row and pair
   const int row0 = warp / 2 * kWarpRows, col0 = warp % 2 * kWarpCols;
   float S_rmem[kWarpRows / 16][kWarpCols / 8][4] = {};
+  // BEGIN SOLUTION: load the fragments of Q and K by ldmatrix, and multiply them
 #pragma unroll
   for (int c = 0; c < D; c += 16) {
     uint32_t a[kWarpRows / 16][4];
@@ -81,6 +84,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
       }
     }
   }
+  // END SOLUTION
 
 #pragma unroll
   for (int r = 0; r < kWarpRows / 16; ++r) {
@@ -158,6 +162,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     copy_tile<kBc, D>(V_smem, V + j0 * p.v.row, p.v.row, p.seqlen_k - j0, p.head_dim);
     __syncthreads();  // both tiles are complete before any thread reads them
 
+    // BEGIN SOLUTION: load the fragments of P and V by ldmatrix, and multiply them
 #pragma unroll
     for (int j = 0; j < kBc; j += 16) {
       uint32_t a[kWarpRows / 16][4];
@@ -177,6 +182,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
         }
       }
     }
+    // END SOLUTION
     __syncthreads();  // all threads are done with the tiles before the next ones overwrite them
   }
 

@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
   T* Q_smem = smem.take<T>("Q_smem", kBr * D);
   T* K_smem = smem.take<T>("K_smem", kBc * D);
   const auto load_chunk = [&](int c0) {  // each chunk is a tile of its own
+    // BEGIN SOLUTION: start copying chunk c0 of Q and K, as a group
     if (c0 < D) {
       copy_tile_async<kBr, kChunk, kThreads>(Q_smem + kBr * c0, Q + c0, p.q.row, p.seqlen_q - i0,
                                              p.head_dim - c0);
@@ -43,6 +44,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
                                              p.head_dim - c0);
     }
     cp_async_commit();  // may be empty: so that the wait below always leaves one group, the next
+    // END SOLUTION
   };
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -52,9 +54,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
   load_chunk(0);
 #pragma unroll 1
   for (int c0 = 0; c0 < D; c0 += kChunk) {
+    // BEGIN SOLUTION: start the next chunk, and wait for this one alone
     load_chunk(c0 + kChunk);
     cp_async_wait<1>();
     __syncthreads();  // every thread's part of this chunk has arrived, and is seen by all
+
+    // END SOLUTION
 #pragma unroll
     for (int c = 0; c < kChunk; c += 16) {
       uint32_t a[kWarpRows / 16][4];
@@ -146,6 +151,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
 
   const int tiles_k = ceil_div(p.seqlen_k, kBc);
   const auto load_tiles = [&](int tile) {  // into the buffer of its parity
+    // BEGIN SOLUTION: start copying these tiles of P and V into the buffer of their parity
     if (tile < tiles_k) {
       const int j0 = tile * kBc;
       copy_tile_async<kBr, kBc, kThreads>(P_smem + tile % 2 * kBr * kBc, P + j0,
@@ -155,6 +161,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
                                         p.seqlen_k - j0, p.head_dim);
     }
     cp_async_commit();  // may be empty: so that the wait below always leaves one group, the next
+    // END SOLUTION
   };
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -163,9 +170,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
   float O_rmem[kWarpRows / 16][kWarpCols / 8][4] = {};
   load_tiles(0);
   for (int tile = 0; tile < tiles_k; ++tile) {
+    // BEGIN SOLUTION: start the next tiles, and wait for these alone
     load_tiles(tile + 1);
     cp_async_wait<1>();
     __syncthreads();  // every thread's part of these tiles has arrived, and is seen by all
+    // END SOLUTION
     const T* P_tile = P_smem + tile % 2 * kBr * kBc;
     const T* V_tile = V_smem + tile % 2 * kBc * D;
 
@@ -188,7 +197,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
         }
       }
     }
+    // BEGIN SOLUTION: keep the buffers from being overwritten too early
     __syncthreads();  // all threads are done with this buffer before the next round fills it
+    // END SOLUTION
   }
 
 #pragma unroll

@@ -183,6 +183,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
         s[4 * half + 3] = quad.w;
       }
 
+      // BEGIN SOLUTION: the online softmax of this row: m, l, its P tile and its factor for O
       // m_new = max(m, rowmax(S))
       float m_new = m_rmem[x];
 #pragma unroll
@@ -217,11 +218,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
       P_packed.w = pack2<T>(s[6] * l_inverse, s[7] * l_inverse);
       *reinterpret_cast<uint4*>(P_smem + swizzle<kBc>(row, softmax_col)) = P_packed;
       if (softmax_col == 0) rescale_smem[row] = l_old * l_inverse;
+      // END SOLUTION
     }
 
     cp_async_wait<1>();
     __syncthreads();  // the P tile, the factors and every thread's part of the V tile are there
 
+    // BEGIN SOLUTION: O times the factor of its row, before P V is added
 #pragma unroll
     for (int r = 0; r < kWarpRows / 16; ++r) {
       const float upper = rescale_smem[row0 + r * 16 + g];
@@ -234,6 +237,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
         O_rmem[r][c][3] *= lower;
       }
     }
+    // END SOLUTION
 #pragma unroll
     for (int j = 0; j < kBc; j += 16) {
       uint32_t a[kWarpRows / 16][4];

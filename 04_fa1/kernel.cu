@@ -101,6 +101,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int own_row = threadIdx.x / kOwners, own_col = threadIdx.x % kOwners * 4;
 
   // O = 0, l = 0, m = -inf. Each thread reads back only what it has written itself.
+  // BEGIN SOLUTION: O = 0, l = 0, m = -inf in global memory; and O where there is no key
   for (int i = own_row; i < p.seqlen_q; i += kBr) {
     for (int col = own_col; col < p.head_dim; col += 4 * kOwners) {
       store_quad(O_acc + int64_t{i} * p.head_dim + col, {});
@@ -111,6 +112,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       l[i] = 0.f;
     }
   }
+  // END SOLUTION
 
   for (int tile_k = 0; tile_k < tiles_k; ++tile_k) {
     const int j0 = tile_k * kBc;
@@ -133,6 +135,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       // O, m and l as the tiles of keys before left them; on their way while S is computed.
       float O_rmem[kOwned][4] = {};
       float m_own = -INFINITY, l_own = 0.f;
+      // BEGIN SOLUTION: read this row of O, m and l as the tiles of keys before left them
       if (i0 + own_row < p.seqlen_q) {
         const float* const O_row = O_acc + int64_t{i0 + own_row} * p.head_dim;
 #pragma unroll
@@ -145,6 +148,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           l_own = l[i0 + own_row];
         }
       }
+      // END SOLUTION
       cp_async_wait<0>();
       __syncthreads();  // K, V and the Q tile have arrived; all have merged the tile before
 
@@ -217,6 +221,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         m_new = fmaxf(m_new, max_smem[w * kBr + own_row]);
         sum += sum_smem[w * kBr + own_row];
       }
+      // BEGIN SOLUTION: renormalise: O and l from the old ones and the parts of P V; then store
       const float l_old = l_own * rescale_factor(m_own, m_new, scale);
       const float l_new = l_old + sum;
       const float l_inverse = l_new == 0.f ? 0.f : divide(1.f, l_new);
@@ -247,6 +252,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         m[i0 + own_row] = tile_k == tiles_k - 1 ? m_new * scale.log2 * kLn2 : m_new;
         l[i0 + own_row] = l_new;
       }
+      // END SOLUTION
     }
   }
   note_tiles_done();

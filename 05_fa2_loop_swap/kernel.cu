@@ -97,6 +97,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int g = lane / 4, t = lane % 4;  // PTX's names: a fragment's row and pair
   const int own_row = threadIdx.x / kOwners, own_col = threadIdx.x % kOwners * 4;
 
+  // BEGIN SOLUTION: Q outer and over the grid, K and V inner; O, m and l stay on the chip
   for (int tile_q = blockIdx.x % blocks_per_head; tile_q < tiles_q; tile_q += blocks_per_head) {
     const int i0 = tile_q * kBr;
     const auto load_K = [&](int tile) {
@@ -224,6 +225,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       l[i0 + own_row] = l_own;
     }
   }
+  // END SOLUTION
 }
 
 template <typename T, int D, int kBr, int kBc>

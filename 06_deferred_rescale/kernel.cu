@@ -191,6 +191,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         m_new = fmaxf(m_new, max_smem[w * kBr + own_row]);
         sum += sum_smem[w * kBr + own_row];
       }
+      // BEGIN SOLUTION: merge this tile into O and l, and divide nothing
       const float rescale = rescale_factor(m_own, m_new, scale);
 #pragma unroll
       for (int x = 0; x < kOwned; ++x) {
@@ -205,11 +206,13 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
       m_own = m_new;
       l_own = l_own * rescale + sum;
+      // END SOLUTION
       if (own_col == 0) m_smem[own_row] = m_new;
     }
     note_tiles_done();
 
     if (i0 + own_row >= p.seqlen_q) continue;
+    // BEGIN SOLUTION: divide once, store O, and L in the place of m and l
     const float l_inverse = l_own == 0.f ? 0.f : divide(1.f, l_own);
 #pragma unroll
     for (int x = 0; x < kOwned; ++x) {
@@ -221,6 +224,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       L[int64_t{bh} * p.seqlen_q + i0 + own_row] =
           l_own == 0.f ? -INFINITY : m_own * scale.log2 * kLn2 + natural_log(l_own);
     }
+    // END SOLUTION
   }
 }
 

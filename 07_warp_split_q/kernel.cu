@@ -118,6 +118,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                                       p.seqlen_k - j0, p.head_dim);
     cp_async_commit();
 
+    // BEGIN SOLUTION: S over this warp's own rows and all keys of the tile, masked
     // S = Q K^T over this warp's rows
     float S_rmem[kWarpRows / 16][kSlice / 8][4] = {};
     multiply_by_transposed<D>(S_rmem, Q_smem, fresh_thread_index() / 32 * kWarpRows, K_smem, 0);
@@ -139,10 +140,12 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
       }
     }
+    // END SOLUTION
     cp_async_wait<0>();
     __syncthreads();  // V has arrived; all are done with K
     load_K(tile_k + 1);
 
+    // BEGIN SOLUTION: softmax and P V in the registers of the warp; nothing is exchanged
     // P = e^(S - m_new), and its row sums; O and l are rescaled
 #pragma unroll
     for (int r = 0; r < kWarpRows / 16; ++r) {
@@ -166,12 +169,14 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     exponentiate(S_rmem, m_rmem, l_rmem, scale);
     multiply<D>(O_rmem, S_rmem, V_smem, 0);
+    // END SOLUTION
   }
   note_tiles_done();
   O += p.o.offset(b, h);
   L += int64_t{bh} * p.seqlen_q;
 
   // O / l goes through the warp's own rows of Q_smem, so that it is stored 16 bytes at a time.
+  // BEGIN SOLUTION: sum l over the quad; leave O / l in the warp's rows of Q_smem; store L
 #pragma unroll
   for (int r = 0; r < kWarpRows / 16; ++r) {
 #pragma unroll
@@ -189,6 +194,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     }
   }
+  // END SOLUTION
   __syncwarp();  // all lanes have left their part of the warp's rows
 #pragma unroll
   for (int x = 0; x < kWarpRows * D / (8 * 32); ++x) {

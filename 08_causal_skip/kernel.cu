@@ -82,8 +82,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   Q += p.q.offset(b, h);
 
   // Tiles [0, tiles_unmasked) lie wholly below the diagonal, those from tiles_k on wholly above it.
+  // BEGIN SOLUTION: where the first tile to mask and the first to skip are
   const int tiles_k = ceil_div(p.last_key(min(i0 + kBr, p.seqlen_q) - 1) + 1, kBc);
   const int tiles_unmasked = (p.last_key(i0) + 1) / kBc;
+  // HANDOUT: const int tiles_k = ceil_div(p.seqlen_k, kBc), tiles_unmasked = 0;
+  // END SOLUTION
 
   SharedMemory smem;
   T* Q_smem = smem.take<T>("Q_smem", kBr * D);

@@ -45,14 +45,15 @@ listing() { find "$house" | sort; }
 case $1 in
   usage)
     expect 0 "$house/lab" help
-    for command in run test diff bench doctor docs; do out_has "  $command "; done
+    for command in run test diff bench doctor docs handout grade; do out_has "  $command "; done
     expect 2 "$house/lab"
     err_has "usage: ./lab COMMAND"
     expect 2 "$house/lab" tset
     err_has "unknown command 'tset'" ;;
   bad_input)
     for arguments in "run --fast" "test 99" "test 1x" "test --fast" "test 01 02" "diff 01" "diff 01 99" \
-      "diff 01 02a --x" "doctor 1" "docs 1"; do
+      "diff 01 02a --x" "doctor 1" "docs 1" "handout 02a" "handout --out x" "handout 99 --out x" "handout 01 --in x" \
+      "grade 01" "grade --submission x" "grade 99 --submission x" "grade 01 --submission" "grade 01 --points 3"; do
       # shellcheck disable=SC2086
       expect 2 "$house/lab" $arguments
       err_is_one_line
@@ -170,6 +171,6 @@ cp $tmp/junit build/full/test.xml"
   shell_scripts)
     command -v shellcheck >/dev/null || skip "no shellcheck"
     expect 0 shellcheck -S warning "$repository/lab" "$repository/.ci/run" "$repository"/tests/*.sh \
-      "$repository"/cmake/*.sh ;;
+      "$repository"/cmake/*.sh "$repository"/course/gradescope/* ;;
   *) fail "no such case: $1" ;;
 esac

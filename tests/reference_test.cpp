@@ -270,8 +270,8 @@ TEST(Oracle, PaddedHeadDimNeedsTheTrueScale) {  // P05: zeros beside the channel
 }
 
 // The definition, element by element in long double, with no matrix and no library.
-void expect_definition(const Problem& p, const Inputs& inputs) {
-  const Oracle oracle = make_oracle(p, inputs, all_rows(p));
+void expect_definition(const Problem& p, const Inputs& inputs, const Variation& variation = {}) {
+  const Oracle oracle = make_oracle(p, inputs, all_rows(p), variation);
   const auto at = [&](const std::vector<uint16_t>& t, const TensorLayout& layout, int b, int h,
                       int i, int c) {
     return static_cast<long double>(eigen_value(t[layout.offset(b, h, i) + c], p.dtype));
@@ -281,14 +281,22 @@ void expect_definition(const Problem& p, const Inputs& inputs) {
       const int g = h / (p.heads / p.kv_heads);
       for (int i = 0; i < p.seqlen_q; ++i) {
         std::vector<long double> weight(size_t(p.seqlen_k), 0.0L);
-        long double sum = 0;
+        long double sum = variation.sink ? 1 : 0;
         for (int j = 0; j < p.seqlen_k; ++j) {
-          if (p.causal && j > i + p.seqlen_k - p.seqlen_q) continue;
+          const int behind = i + p.seqlen_k - p.seqlen_q - j;
+          if (p.causal && behind < 0) continue;
+          if (variation.window && behind >= variation.window) continue;
           long double score = 0;
           for (int c = 0; c < p.head_dim; ++c) {
             score += at(inputs.q, layout_q(p), b, h, i, c) * at(inputs.k, layout_k(p), b, g, j, c);
           }
-          weight[j] = std::exp(score * static_cast<long double>(p.scale));
+          score *= static_cast<long double>(p.scale);
+          if (variation.softcap != 0) {
+            const long double cap = variation.softcap;
+            score = cap * std::tanh(score / cap);
+          }
+          score -= static_cast<long double>(variation.distance) * std::abs(behind);
+          weight[j] = std::exp(score);
           sum += weight[j];
         }
         const int64_t row = (int64_t{b} * p.heads + h) * p.seqlen_q + i;
@@ -323,6 +331,24 @@ TEST(Oracle, IsTheDefinition) {
         p.q.batch = p.q.head * 4 + 16;
         p.scale = -0.3f;
         expect_definition(p, make_inputs(p, InputKind::normal, 12));
+      }
+    }
+  }
+}
+
+// What labs ask for beside the stages, each alone and all of it together.
+TEST(Oracle, VariationsAreTheDefinition) {
+  const Variation variations[] = {{.window = 1},     {.window = 20},       {.window = 1000},
+                                  {.softcap = 0.5f}, {.softcap = 15},      {.distance = .125},
+                                  {.sink = true},    {20, 2.f, .25f, true}};
+  for (const Variation& variation : variations) {
+    for (const bool causal : {false, true}) {
+      for (const auto& [seqlen_q, seqlen_k] : {std::pair{70, 67}, {20, 90}, {90, 20}}) {
+        SCOPED_TRACE(testing::Message()
+                     << "window " << variation.window << " softcap " << variation.softcap
+                     << " causal " << causal << " Nq " << seqlen_q << " Nk " << seqlen_k);
+        const Problem p = problem(4, 2, seqlen_q, seqlen_k, 24, causal);
+        expect_definition(p, make_inputs(p, InputKind::normal, 13), variation);
       }
     }
   }

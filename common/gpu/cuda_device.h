@@ -6,10 +6,15 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
 #include "common/stage/stage.h"
+
+/// What assert() calls on a card, present without it too (CUDA C++ Programming Guide, assertions).
+extern "C" __device__ void __assertfail(const char* what, const char* file, unsigned line,
+                                        const char* function, size_t char_size);
 
 namespace flashsteps {
 
@@ -247,6 +252,14 @@ __device__ __forceinline__ void note_tiles_done() {}
 /// The condition itself; marks it as a mask, so that a mutant can switch it off.
 __device__ __forceinline__ bool mask_if(bool condition) {
   return condition;
+}
+
+// --- labs ---
+
+/// Where a lab leaves out what the student is to write: stops the kernel with a message that says
+/// what is missing. One thread speaks for all: the failed assertion ends the kernel.
+__device__ __forceinline__ void not_implemented(const char* what) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) __assertfail(what, "not implemented", 0, "lab", 1);
 }
 
 // --- the card ---

@@ -124,7 +124,7 @@ std::optional<Fault> Block::run(const LaunchState& launch, int64_t index) {
   running.stack_bytes = StackPool::kStack;
   running.fiber = &main_;
   resume(pick());
-  running = {};
+  running = outside_kernels();
 
   uint32_t last = first_clock_;
   for (int i = 0; i < threads_; ++i) last = std::max(last, fibers_[i].clock);
@@ -768,6 +768,48 @@ void Block::global_out_of_bounds(uintptr_t a, int bytes, const char* verb) {
   }
   fail(FaultKind::out_of_bounds, fmt::format("{} {} bytes at {}[{}]; {} has {} {} elements", verb,
                                              bytes, b.name, element, b.name, b.bytes / size, type));
+}
+
+// --- host code of kernel files
+
+namespace {
+// Where host code is watched: what it may write to.
+constinit thread_local std::optional<HostMemory> host_memory;
+}  // namespace
+
+Running outside_kernels() {
+  Running host;
+  if (host_memory) {
+    host.stack_low = host_memory->stack_begin;
+    host.stack_bytes = host_memory->stack_end - host_memory->stack_begin;
+  } else {
+    host.stack_low = Heap::instance().outside_begin();
+    host.stack_bytes = Heap::instance().outside_bytes();
+  }
+  return host;
+}
+
+void watch_host_code(const std::optional<HostMemory>& memory) {
+  host_memory = memory;
+  running = outside_kernels();
+}
+
+void host_access(uintptr_t a, int bytes, bool write) {
+  Heap& heap = Heap::instance();
+  const char* verb = write ? "writes" : "reads";
+  if (heap.contains(a)) {
+    throw Fault(FaultKind::host_memory,
+                fmt::format("host code: {}: {} {} bytes of the device buffer {}, which only "
+                            "kernels can touch",
+                            to_string(FaultKind::host_memory), verb, bytes,
+                            heap.buffer(heap.owner_of(a)).name));
+  }
+  if (!write || (a >= host_memory->statics_begin && a < host_memory->statics_end)) return;
+  throw Fault(
+      FaultKind::host_memory,
+      fmt::format("host code: {}: writes {} bytes at {:#x}, which is neither its stack nor a "
+                  "static variable of its own",
+                  to_string(FaultKind::host_memory), bytes, a));
 }
 
 }  // namespace flashsteps::model

@@ -59,7 +59,8 @@ enum class Access { write, copy, atomic, bulk };
 
 class Block;
 
-/// What the running thread of this OS thread is. Outside of kernels everything counts as its stack,
+/// What the running thread of this OS thread is. Outside of kernels everything but global memory
+/// counts as its stack,
 /// so that instrumented host code costs one comparison.
 struct Running {
   uintptr_t stack_low = 0;
@@ -346,6 +347,12 @@ class Block {
   int64_t free_registers_ = 0;
   std::vector<uint16_t> waiting_for_registers_;
 };
+
+/// What `running` is while no kernel runs, once there is global memory.
+Running outside_kernels();
+/// An access that host code of a kernel file may not make: throws Fault. On a card a device pointer
+/// is none of the host's.
+void host_access(uintptr_t a, int bytes, bool write);
 
 /// The block of the running thread.
 ///

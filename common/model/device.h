@@ -375,6 +375,14 @@ __device__ __forceinline__ bool mask_if(bool condition, FLASHSTEPS_SITE) {
   return model::mask(condition, file, line);
 }
 
+// --- labs ---
+
+/// Where a lab leaves out what the student is to write: stops the kernel with a message that says
+/// what is missing.
+__device__ __forceinline__ void not_implemented(const char* what, FLASHSTEPS_SITE) {
+  model::not_implemented(what, file, line);
+}
+
 // --- launch ---
 
 /// Dynamic shared memory that a block may ask for on the imitated card, in bytes. Host only.

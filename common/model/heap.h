@@ -67,6 +67,9 @@ class Heap {
   Buffer& find(const void* pointer, size_t bytes);
 
   bool contains(uintptr_t a) const { return a - begin_ < size_; }
+  /// All addresses that do not belong to the heap, as one range that goes round the end.
+  uintptr_t outside_begin() const { return begin_ + size_; }
+  size_t outside_bytes() const { return 0 - size_; }
   unsigned slot_of(uintptr_t a) const { return unsigned((a - begin_) >> slot_shift_); }
   /// The number of the buffer nearest to this address of the heap: that of the first slot of its
   /// buffer.

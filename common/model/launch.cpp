@@ -279,6 +279,8 @@ const char* to_string(FaultKind kind) {
       return "BARRIER";
     case FaultKind::registers:
       return "REGISTERS";
+    case FaultKind::missing_part:
+      return "NOT IMPLEMENTED";
   }
   return "?";
 }

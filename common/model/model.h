@@ -61,6 +61,7 @@ enum class FaultKind {
   proxy,         ///< TMA or wgmma reads what ordinary stores wrote, without a proxy fence between
   barrier,       ///< an mbarrier or named barrier is used as it may not be
   registers,     ///< registers that wgmma uses were touched without its fence or wait; setmaxnreg
+  missing_part,  ///< what a lab leaves to the student was reached
 };
 
 /// "race", "out of bounds", …
@@ -75,6 +76,16 @@ class Fault : public std::runtime_error {
  private:
   FaultKind kind_;
 };
+
+/// Addresses that host code may write to: its stack, and static variables.
+struct HostMemory {
+  uintptr_t stack_begin = 0, stack_end = 0;
+  uintptr_t statics_begin = 0, statics_end = 0;
+};
+/// From now on host code of kernel files, on this OS thread, may write to nothing else; an access
+/// that it may not make throws Fault. (Without: to anything but device buffers, as at first.) For a
+/// program that runs kernel files that it does not trust.
+void watch_host_code(const std::optional<HostMemory>& memory);
 
 /// What all launches since the last call moved and computed. A launch that ended with a fault adds
 /// nothing.

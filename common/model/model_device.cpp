@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "common/model/block.h"
 #include "common/model/heap.h"
 #include "common/model/model.h"
 #include "common/stage/device.h"
@@ -25,7 +26,9 @@ class ModelDevice : public Device {
   }
 
   void* allocate(const char* name, DType type, int64_t count) override {
-    return reinterpret_cast<void*>(heap_.allocate(name, type, count).begin);
+    void* const memory = reinterpret_cast<void*>(heap_.allocate(name, type, count).begin);
+    if (!model::running.block) model::running = model::outside_kernels();
+    return memory;
   }
   void release(void* pointer) override { heap_.release(pointer); }
   void upload(void* to_device, const void* from_host, size_t bytes) override {

@@ -41,6 +41,7 @@ float divide(float a, float b, const char* file, int line);
 bool mask(bool condition, const char* file, int line);
 void note_tile(bool masked);
 void note_tiles_done();
+void not_implemented(const char* what, const char* file, int line);
 
 void* dynamic_shared_memory();
 /// Names bytes [offset, offset + count * element_size) of dynamic shared memory, and checks that

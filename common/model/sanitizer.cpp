@@ -14,6 +14,7 @@ template <int kBytes, bool kWrite>
     if (running.follows_registers) running.block->local_access<kBytes, kWrite>(a);
     return;
   }
+  if (!running.block) return host_access(a, kBytes, kWrite);
   running.block->access<kBytes, kWrite>(a, call);
 }
 

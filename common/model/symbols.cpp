@@ -125,6 +125,11 @@ std::string short_function_name(std::string name) {
 
 }  // namespace
 
+void load_symbols() {
+  module();
+  read_only_memory();
+}
+
 KernelSymbols find_kernel(const void* kernel) {
   const Module& m = module();
   const uintptr_t value = reinterpret_cast<uintptr_t>(kernel) - m.load_address;

@@ -40,4 +40,8 @@ AddressRange thread_local_block();
 /// The parts of loaded modules that cannot be written: constants that kernels may read.
 const std::vector<AddressRange>& read_only_memory();
 
+/// Reads the program's symbol table now, not at the first launch: for a program that will not be
+/// able to open its own file later.
+void load_symbols();
+
 }  // namespace flashsteps::model

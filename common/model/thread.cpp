@@ -59,6 +59,11 @@ void note_tiles_done() {
   running.fiber->in_tile_loop = false;
 }
 
+void not_implemented(const char* what, const char* file, int line) {
+  current_block("not_implemented")
+      .fail(FaultKind::missing_part, fmt::format("{} ({}:{})", what, file, line));
+}
+
 void* dynamic_shared_memory() {
   return current_block("dynamic_smem").dynamic_memory();
 }

@@ -19,7 +19,8 @@ namespace {
 // One block of rows of one (batch, head).
 class BlockReference {
  public:
-  BlockReference(const Problem& p, const Inputs& inputs) : p_(p), inputs_(inputs) {}
+  BlockReference(const Problem& p, const Inputs& inputs, const Variation& variation)
+      : p_(p), inputs_(inputs), variation_(variation) {}
 
   // Fills O and L of `count` rows, and says what the bound needs to know.
   Oracle::Block operator()(int b, int h, const int* rows, int count, double* O_out, double* L_out) {
@@ -28,17 +29,20 @@ class BlockReference {
     Oracle::Block block;
     Matrix P = double(p_.scale) * (Q * K_.transpose());  // still S
     for (int r = 0; r < count; ++r) {
-      const int64_t visible = visible_keys(p_, rows[r]);
-      auto S_row = P.row(r).head(visible);
-      P.row(r).tail(p_.seqlen_k - visible).setZero();
-      if (visible == 0) {
-        L_out[r] = -std::numeric_limits<double>::infinity();
+      const int64_t end = visible_keys(p_, rows[r]), begin = first_key(rows[r], end);
+      auto S_row = P.row(r).segment(begin, end - begin);
+      P.row(r).head(begin).setZero();
+      P.row(r).tail(p_.seqlen_k - end).setZero();
+      if (begin == end) {
+        L_out[r] = variation_.sink ? 0 : -std::numeric_limits<double>::infinity();
         continue;
       }
+      vary(S_row, rows[r], begin);
       block.score_max = std::max(block.score_max, S_row.cwiseAbs().maxCoeff<Eigen::PropagateNaN>());
-      const double m = S_row.maxCoeff<Eigen::PropagateNaN>();
+      double m = S_row.maxCoeff<Eigen::PropagateNaN>();
+      if (variation_.sink) m = std::max(m, 0.);
       S_row = (S_row.array() - m).exp();
-      const double l = S_row.sum();
+      const double l = S_row.sum() + (variation_.sink ? std::exp(-m) : 0.);
       S_row /= l;
       L_out[r] = m + std::log(l);
     }
@@ -55,6 +59,25 @@ class BlockReference {
   }
 
  private:
+  // The first key that query i sees; `end` where it sees none.
+  int64_t first_key(int64_t i, int64_t end) const {
+    if (variation_.window == 0) return 0;
+    return std::clamp<int64_t>(i + p_.seqlen_k - p_.seqlen_q + 1 - variation_.window, 0, end);
+  }
+
+  // Scores of query i, the first of them that of key `begin`.
+  template <typename Row>
+  void vary(Row& S_row, int64_t i, int64_t begin) const {
+    if (const double cap = variation_.softcap; cap != 0) {
+      S_row = S_row.unaryExpr([cap](double s) { return cap * std::tanh(s / cap); }).eval();
+    }
+    if (variation_.distance == 0) return;
+    for (int64_t k = 0; k < S_row.size(); ++k) {
+      const double d = double(i + p_.seqlen_k - p_.seqlen_q - (begin + k));
+      S_row[k] -= double(variation_.distance) * std::fabs(d);
+    }
+  }
+
   // Consecutive blocks mostly share their K and V.
   void load_kv(int b, int kv_head) {
     if (b == batch_ && kv_head == kv_head_) return;
@@ -66,6 +89,7 @@ class BlockReference {
 
   const Problem& p_;
   const Inputs& inputs_;
+  const Variation& variation_;
   int batch_ = -1, kv_head_ = -1;
   Matrix K_, V_;
 };
@@ -103,7 +127,8 @@ std::vector<int> affordable_rows(const Problem& p, uint64_t seed) {
   return sampled_rows(p, std::max(int(rows) / kBlockRows, 1) * kBlockRows, seed);
 }
 
-Oracle make_oracle(const Problem& p, const Inputs& inputs, std::vector<int> rows) {
+Oracle make_oracle(const Problem& p, const Inputs& inputs, std::vector<int> rows,
+                   const Variation& variation) {
   validate(p);
   require_size("Q", inputs.q.size(), layout_q(p).extent());
   require_size("K", inputs.k.size(), layout_k(p).extent());
@@ -118,7 +143,7 @@ Oracle make_oracle(const Problem& p, const Inputs& inputs, std::vector<int> rows
   oracle.blocks.resize(size_t(p.batch_heads() * blocks_per_head));
 
   parallel_for(int64_t(oracle.blocks.size()), [&](int64_t begin, int64_t end) {
-    BlockReference reference(p, inputs);
+    BlockReference reference(p, inputs, variation);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t head = i / blocks_per_head;
       const int64_t first = i % blocks_per_head * kBlockRows;

@@ -35,6 +35,18 @@ struct Oracle {
   int blocks_per_head() const { return (int(rows.size()) + kBlockRows - 1) / kBlockRows; }
 };
 
+/// Attention as a lab varies it, so that the answer is in no stage of the repository. With s =
+/// scale q k, d = i + Nk - Nq - j the distance of key j from query i's own place, and i's own place
+/// the last key that it sees under the causal mask.
+struct Variation {
+  int window = 0;      ///< query i sees key j only where d < window; 0: all. (Mistral 7B)
+  float softcap = 0;   ///< s becomes softcap tanh(s / softcap); 0: stays. (Gemma 2)
+  float distance = 0;  ///< s becomes s - distance |d|. (ALiBi with one slope)
+  /// One more score of 0 in each row, whose value is 0: l is 1 e^-m larger, L = ln(1 + sum e^s). A
+  /// row that sees no key then has O = 0 and L = 0.
+  bool sink = false;
+};
+
 /// Every row.
 std::vector<int> all_rows(const Problem& problem);
 
@@ -56,6 +68,7 @@ std::vector<int> affordable_rows(const Problem& problem, uint64_t seed);
 /// \param rows ascending, each in [0, seqlen_q)
 ///
 /// \throws std::invalid_argument for a problem that validate() refuses, or inputs of the wrong size
-Oracle make_oracle(const Problem& problem, const Inputs& inputs, std::vector<int> rows);
+Oracle make_oracle(const Problem& problem, const Inputs& inputs, std::vector<int> rows,
+                   const Variation& variation = {});
 
 }  // namespace flashsteps

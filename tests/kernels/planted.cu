@@ -371,6 +371,11 @@ __global__ void has_too_much_static_shared(const float* in, float* out) {
 
 constexpr int kSmem = kThreads * 4, kCopySmem = kCopied * 4;
 
+__global__ void left_to_the_student(const float*, float* out) {
+  out[threadIdx.x] = 0.f;
+  not_implemented("06: divide once");
+}
+
 #define PLANTED(KERNEL, NAME, SMEM, ...)                                    \
   FLASHSTEPS_TEST_KERNEL(NAME) {                                            \
     launch(KERNEL, {1, kThreads, SMEM}, static_cast<const float*>(args.in), \
@@ -420,6 +425,7 @@ PLANTED(byte_of_shared, byte_of_shared, kThreads)
 PLANTED(reads_through, reads_through, 0)
 PLANTED(writes_through, writes_through, 0)
 PLANTED(throws, throws, 0)
+PLANTED(left_to_the_student, left_to_the_student, 0)
 #undef PLANTED
 
 FLASHSTEPS_TEST_KERNEL(turn_not_waited_for) {
@@ -439,6 +445,17 @@ FLASHSTEPS_TEST_KERNEL(later_blocks_fault_first_slow) {
 FLASHSTEPS_TEST_KERNEL(later_blocks_fault_second_slow) {
   launch(later_blocks_fault, {args.blocks, kThreads}, static_cast<const float*>(args.in),
          static_cast<float*>(args.out), args.n, args.n + 1);
+}
+
+// Host code that does what only kernels can.
+FLASHSTEPS_TEST_KERNEL(host_reads_device) {
+  *static_cast<float*>(args.extra) = static_cast<const float*>(args.in)[args.n];
+}
+FLASHSTEPS_TEST_KERNEL(host_writes_device) {
+  static_cast<float*>(args.out)[args.n] = 1.f;
+}
+FLASHSTEPS_TEST_KERNEL(host_writes_extra) {
+  *static_cast<float*>(args.extra) = 1.f;
 }
 
 // Launches that CUDA refuses; n is what is too much.
