@@ -74,7 +74,9 @@ TEST(HopperFaults, TheKernelsAreRightWithoutAFault) {
   for (uint64_t seed = 1; seed <= 50; ++seed) {
     const WithOptions options(seed, 1);
     Buffers b;
-    const char* const kernel = seed % 2 ? "hopper_none" : "hopper_proxy_fence_after_barrier";
+    const char* const kernel = seed % 3 == 0   ? "hopper_proxy_fence_after_barrier"
+                               : seed % 3 == 1 ? "hopper_load_before_arrival"
+                                               : "hopper_none";
     ASSERT_NO_THROW(run_on_model(kernel, b.args(kernel))) << seed;
     const std::vector<uint16_t> by_tma = download<uint16_t>(b.by_tma);
     const std::vector<float> out = download<float>(b.out);
@@ -125,6 +127,9 @@ INSTANTIATE_TEST_SUITE_P(
         Planted{"hopper_expects_too_little",
                 {barrier},
                 {"TMA load", "brings", "bytes more than were announced at full[0]", kFile}},
+        Planted{"hopper_expects_too_little_after_load",
+                {barrier},
+                {"TMA", "128 bytes more than were announced", "full[0]", kFile}},
         Planted{"hopper_expects_too_much",
                 {deadlock},
                 {"wait at mbarrier_wait, parity 0",
@@ -187,6 +192,12 @@ INSTANTIATE_TEST_SUITE_P(
         Planted{"hopper_reload_read_by_product",
                 {race},
                 {"a TMA load overwrites tile_smem[2048] while the wgmma of warpgroup 0", kFile}},
+        Planted{"hopper_reload_read_by_second_product",
+                {race},
+                {"a TMA load overwrites tile_smem[2048] while the wgmma of warpgroup 0", kFile}},
+        Planted{"hopper_reload_read_too_early",
+                {in_flight, race},
+                {"reads tile_smem[", "full[0]", kFile}},
         Planted{"hopper_reload_read_by_store",
                 {in_flight},
                 {"a TMA load overwrites tile_smem[2560] while the TMA store of thread 0", kFile}},
@@ -258,6 +269,7 @@ INSTANTIATE_TEST_SUITE_P(
                 {misaligned},
                 {"wgmma", "for B", "B_smem[128]", "1024", kFile}},
         Planted{"hopper_descriptor_of_no_swizzle", {unsupported}, {"descriptor", kFile}},
+        Planted{"hopper_descriptor_of_base_offset", {unsupported}, {"descriptor", kFile}},
         Planted{"hopper_reads_unwritten",
                 {uninitialised},
                 {"wgmma", "reads B_smem[", "nobody has written", kFile}},

@@ -14,6 +14,7 @@ using T = fp16_t;
 
 enum class Fault {
   none,
+  load_before_arrival,  // no fault: an mbarrier counts bytes that come before they are announced
   proxy_fence_after_barrier,  // no fault: it lies on the way from the stores to wgmma
   // mbarriers
   mbarrier_not_initialised,
@@ -29,6 +30,7 @@ enum class Fault {
   arrival_too_many,
   no_expect,
   expects_too_little,
+  expects_too_little_after_load,
   expects_too_much,
   wrong_parity,
   no_wait_for_load,
@@ -69,6 +71,7 @@ enum class Fault {
   descriptor_past_shared_memory,
   descriptor_misaligned,
   descriptor_of_no_swizzle,
+  descriptor_of_base_offset,
   reads_unwritten,
   reads_unloaded,
   overwrites_operand_in_flight,
@@ -157,11 +160,15 @@ __global__ void tile_kernel(const __grid_constant__ TensorMap A_map,
     fence_proxy_async();
   }
   if (thread == 0 && !is(Fault::reads_unloaded)) {
-    constexpr int kBytes = is(Fault::no_expect)            ? 0
-                           : is(Fault::expects_too_little) ? kTileBytes - 128
-                           : is(Fault::expects_too_much)   ? kTileBytes + 128
-                                                           : kTileBytes;
-    if (!is(Fault::no_arrival)) mbarrier_arrive_expect_tx(full, kBytes);
+    constexpr int kBytes =
+        is(Fault::no_expect) ? 0
+        : is(Fault::expects_too_little) || is(Fault::expects_too_little_after_load)
+            ? kTileBytes - 128
+        : is(Fault::expects_too_much) ? kTileBytes + 128
+                                      : kTileBytes;
+    constexpr bool kLoadFirst =
+        is(Fault::load_before_arrival) || is(Fault::expects_too_little_after_load);
+    if (!is(Fault::no_arrival) && !kLoadFirst) mbarrier_arrive_expect_tx(full, kBytes);
     T* to = is(Fault::load_misaligned)           ? A_smem + 256
             : is(Fault::load_past_shared_memory) ? A_smem + 3 * kTile
                                                  : A_smem;
@@ -171,6 +178,7 @@ __global__ void tile_kernel(const __grid_constant__ TensorMap A_map,
       tma_load(to, A_map, full, 0, is(Fault::load_past_buffer) ? 64 : 0,
                is(Fault::load_of_no_head) ? 1 : 0, 0);
     }
+    if (kLoadFirst) mbarrier_arrive_expect_tx(full, kBytes);
     if (is(Fault::arrival_too_many)) mbarrier_arrive(full);  // the bytes may be on their way
   }
   if (is(Fault::stores_over_load) && thread == 5) A_smem[7] = from_float<T>(0.f);
@@ -191,6 +199,7 @@ __global__ void tile_kernel(const __grid_constant__ TensorMap A_map,
   if (is(Fault::descriptor_past_shared_memory)) B_descriptor += 3 * kTileBytes >> 4;
   if (is(Fault::descriptor_misaligned)) B_descriptor += 256 >> 4;
   if (is(Fault::descriptor_of_no_swizzle)) B_descriptor &= ~(uint64_t{3} << 62);
+  if (is(Fault::descriptor_of_base_offset)) B_descriptor |= uint64_t{1} << 49;
   if (is(Fault::wgmma_of_two_minds) && warp == 1) B_descriptor += 32 >> 4;
   if (!is(Fault::no_wgmma_fence)) wgmma_fence();
   if (is(Fault::sums_touched_after_fence)) D_rmem[3][1] = 0.f;
@@ -285,6 +294,8 @@ PLANTED(no_arrival)
 PLANTED(arrival_too_many)
 PLANTED(no_expect)
 PLANTED(expects_too_little)
+PLANTED(expects_too_little_after_load)
+PLANTED(load_before_arrival)
 PLANTED(expects_too_much)
 PLANTED(wrong_parity)
 PLANTED(no_wait_for_load)
@@ -320,6 +331,7 @@ PLANTED(wgmma_of_two_groups)
 PLANTED(descriptor_past_shared_memory)
 PLANTED(descriptor_misaligned)
 PLANTED(descriptor_of_no_swizzle)
+PLANTED(descriptor_of_base_offset)
 PLANTED(reads_unwritten)
 PLANTED(overwrites_operand_in_flight)
 PLANTED(store_without_barrier)
@@ -391,7 +403,7 @@ FLASHSTEPS_TEST_KERNEL(hopper_registers_without_shrink) {
 
 // --- a tile is loaded anew while a part of it is still being read
 
-enum class Part { none, by_thread, by_product, by_store };
+enum class Part { none, by_thread, by_product, by_second_product, by_store, too_early };
 
 template <Part kPart>
 __global__ void reload_kernel(const __grid_constant__ TensorMap in_map,
@@ -412,7 +424,9 @@ __global__ void reload_kernel(const __grid_constant__ TensorMap in_map,
   if (kPart == Part::by_thread && thread == 70) out[0] = to_float(tile_smem[40 * kD]);
   float d[1][4] = {};
   const uint32_t a[4] = {};
-  if (kPart == Part::by_product) {
+  const bool products = kPart == Part::by_product || kPart == Part::by_second_product;
+  for (int i = 0; products && i <= int(kPart == Part::by_second_product); ++i) {
+    if (i > 0) wgmma_wait<0>(d);
     wgmma_fence();
     wgmma<T, 8>(d, a, matrix_descriptor(tile_smem + 32 * kD, 1, 1024), true);
     wgmma_commit();
@@ -426,7 +440,11 @@ __global__ void reload_kernel(const __grid_constant__ TensorMap in_map,
     tma_load(tile_smem, in_map, full, 0, 0, 0, 0);  // fault: nothing has ended but in `none`
     if (kPart == Part::by_store) tma_store_wait_read<0>();
   }
-  if (kPart == Part::by_product) wgmma_wait<0>(d);
+  if (products) wgmma_wait<0>(d);
+  if (kPart == Part::too_early) {
+    __syncthreads();                                 // the second load has begun
+    out[thread] = to_float(tile_smem[thread * 32]);  // fault: it may be under way
+  }
   mbarrier_wait(full, 1);
 }
 
@@ -445,6 +463,12 @@ FLASHSTEPS_TEST_KERNEL(hopper_reload_read_by_thread) {
 }
 FLASHSTEPS_TEST_KERNEL(hopper_reload_read_by_product) {
   run_reload<Part::by_product>(args);
+}
+FLASHSTEPS_TEST_KERNEL(hopper_reload_read_by_second_product) {
+  run_reload<Part::by_second_product>(args);
+}
+FLASHSTEPS_TEST_KERNEL(hopper_reload_read_too_early) {
+  run_reload<Part::too_early>(args);
 }
 FLASHSTEPS_TEST_KERNEL(hopper_reload_read_by_store) {
   run_reload<Part::by_store>(args);
