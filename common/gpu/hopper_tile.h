@@ -25,6 +25,16 @@ __device__ __forceinline__ uint64_t advance(uint64_t descriptor, int bytes) {
   return uint64_t{upper} << 32 | lower;
 }
 
+/// Where a thread is in a ring of kBuffers buffers, and the parity of the phase that the buffer's
+/// mbarrier is in.
+template <int kBuffers>
+struct Ring {
+  int stage = 0, phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == kBuffers) stage = 0, phase ^= 1;
+  }
+};
+
 /// Starts copying rows [row, row + kRows) of one head to shared memory, by one thread. `bar` counts
 /// kRows * kCols elements. \param tile_smem 1024-byte aligned
 template <int kRows, int kCols, CacheHint kHint = CacheHint::none, typename T>

@@ -22,6 +22,15 @@ inline ScoreScale score_scale(float scale) {
 }
 
 /// S *= sign; nothing to do for all usual scales.
+template <int kN>
+__device__ __forceinline__ void apply_sign(float (&S_rmem)[kN][4], ScoreScale scale) {
+  if (scale.sign == 1.f) return;
+#pragma unroll
+  for (int k = 0; k < kN; ++k) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) S_rmem[k][e] *= scale.sign;
+  }
+}
 template <int kM, int kN>
 __device__ __forceinline__ void apply_sign(float (&S_rmem)[kM][kN][4], ScoreScale scale) {
   if (scale.sign == 1.f) return;
