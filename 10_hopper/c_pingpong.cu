@@ -271,7 +271,8 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
         release(K_ring, K_empty);
         softmax(S_rmem, w.i0, w.tiles_unmasked, tile_k, rescale);
         to_operands<T>(P_rmem, S_rmem);
-        if (__any_sync(kFullMask, rescale[0] != 1.f || rescale[1] != 1.f)) {
+        const bool grew = rescale[0] != 1.f || rescale[1] != 1.f;
+        if (__any_sync(kFullMask, grew)) {
 #pragma unroll
           for (int c = 0; c < D / 8; ++c) {
 #pragma unroll

@@ -379,7 +379,8 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
           tma_store_wait_read<0>();  // Q's buffer may be written; only lane 0 has stores
           if (lane == 0) mbarrier_arrive(&Q_empty[q_done]);
         }
-        if (__any_sync(kFullMask, rescale[0] != 1.f || rescale[1] != 1.f)) {
+        const bool grew = rescale[0] != 1.f || rescale[1] != 1.f;
+        if (__any_sync(kFullMask, grew)) {
 #pragma unroll
           for (int c = 0; c < D / 8; ++c) {
 #pragma unroll

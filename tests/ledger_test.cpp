@@ -26,7 +26,8 @@ TEST_P(LedgerTest, EqualsTheLessonsFormulas) {
   };
   for (const Shape s :
        {Shape{1, 1, 1, 64, 64}, Shape{2, 2, 1, 128, 64}, Shape{1, 1, 1, 256, 64},
-        Shape{1, 2, 2, 128, 128}, Shape{1, 2, 2, 128, 40}, Shape{1, 1, 1, 128, 96}}) {
+        Shape{1, 2, 2, 128, 128}, Shape{1, 2, 2, 128, 40}, Shape{1, 1, 1, 128, 96},
+        Shape{1, 2, 1, 384, 64}, Shape{2, 2, 2, 256, 80}, Shape{1, 1, 1, 384, 40}}) {
     SCOPED_TRACE(testing::Message() << "N " << s.N << " d " << s.d);
     const Problem p = problem_of(s.batch, s.heads, s.kv_heads, s.N, s.N, s.d);
     const std::optional<Ledger> predicted = predicted_ledger(stage().id, p);
@@ -47,6 +48,10 @@ TEST_P(LedgerTest, EqualsTheLessonsFormulas) {
     EXPECT_EQ(ledger.warp_barriers, want.warp_barriers);
     EXPECT_EQ(ledger.shuffles, want.shuffles);
     EXPECT_EQ(ledger.mma_flops, want.mma_flops);
+    EXPECT_EQ(ledger.named_barriers, want.named_barriers);
+    EXPECT_EQ(ledger.mbarrier_phases, want.mbarrier_phases);
+    EXPECT_EQ(ledger.tma, want.tma);
+    EXPECT_EQ(ledger.wgmma, want.wgmma);
     EXPECT_EQ(ledger.exp, want.exp);
     EXPECT_EQ(ledger.div, want.div);
     EXPECT_EQ(ledger.div_in_loop, want.div_in_loop);

@@ -2,11 +2,14 @@
 // tiles, Tr = N / Br, Tc = N / Bc, true head_dim d, tile width D.
 #include "common/stage/prediction.h"
 
+#include <algorithm>
+
 namespace flashsteps {
 namespace {
 
 constexpr int64_t e = 2;  // bytes of a 16-bit element
 constexpr int64_t f = 4;  // bytes of an fp32 element
+constexpr int64_t kMultiprocessors = 3;
 
 // Standard attention's softmax kernel: three passes over S by one warp a row; two reductions of
 // five shuffles; the exponentials are computed twice, to sum them and to normalise.
@@ -239,10 +242,94 @@ Ledger predict_08(int64_t N, int64_t d, int64_t D) {
 }
 // END STAGE
 
+// BEGIN STAGE 10a
+// The steps of 10: W warpgroups of 64 rows each, tiles by TMA, products by WGMMA. TMA counts boxes
+// of 64 columns whole in shared memory, and what lies within the tensors in global memory.
+Ledger predict_10(int64_t N, int64_t d, int64_t D) {
+  const int64_t Br = D == 64 ? 192 : 128, Bc = 128;
+  const int64_t Tr = N / Br, Tc = N / Bc, W = Br / 64;
+  Ledger p;
+  p.global_read = {{"Q", N * d * e}, {"K", Tr * N * d * e}, {"V", Tr * N * d * e}};
+  p.global_written = {{"O", N * d * e}, {"L", N * f}};
+  p.launches = 1;
+  p.grid_blocks = Tr;
+  p.barriers = Tr;                 // the mbarriers are there
+  p.warp_barriers = Tr * Br / 16;  // before a warp has its rows of O stored
+  p.mma_flops = 4 * N * N * D;
+  p.wgmma = Tr * Tc * W * (D / 16 + Bc / 16);
+  // A row block's Q by warpgroups, a tile of K and one of V whole, O by warps of 16 rows.
+  p.tma = Tr * (W + 2 * Tc + 4 * W) * D / 64;
+  p.mbarrier_phases = Tr * (W + 2 * Tc);  // all of these but O have arrived
+  // Of each 8 rows: two for the maxima of a tile, two for the sums at the end.
+  p.shuffles = Tr * (Tc + 1) * Br / 4;
+  p.exp = N * N + 4 * N * (Tc - 1);  // four lanes have a row's factor, but for the first tile
+  p.div = N * 4;
+  p.tiles_visited = Tr * Tc;
+  // A warpgroup's product reads its Q and the tile of K, the other one the tile of V; TMA reads O.
+  p.shared_read = Tr * Tc * W * (64 + 2 * Bc) * D * e + N * D * e;
+  p.shared_written = N * D * e + Tr * Tc * 2 * Bc * D * e + N * D * e;
+  return p;
+}
+
+Ledger predict_10a(int64_t N, int64_t d, int64_t D) {
+  Ledger p = predict_10(N, d, D);
+  p.barriers += p.tiles_visited;  // all are done with a tile
+  return p;
+}
+// END STAGE
+
+// BEGIN STAGE 10b
+Ledger predict_10b(int64_t N, int64_t d, int64_t D) {
+  Ledger p = predict_10(N, d, D);
+  p.mbarrier_phases += 2 * p.tiles_visited;  // in place of the barrier, each buffer by itself
+  return p;
+}
+// END STAGE
+
+// BEGIN STAGE 10c
+Ledger predict_10c(int64_t N, int64_t d, int64_t D) {
+  Ledger p = predict_10b(N, d, D);
+  const int64_t W = D == 64 ? 3 : 2;
+  p.named_barriers = W * (p.tiles_visited + p.grid_blocks);  // a turn for each P V, and the first S
+  return p;
+}
+// END STAGE
+
+// BEGIN STAGE 10d
+Ledger predict_10d(int64_t N, int64_t d, int64_t D) {
+  Ledger p = predict_10b(N, d, D);
+  const int64_t W = D == 64 ? 3 : 2;
+  p.named_barriers = W * p.tiles_visited;  // S of a tile and P V of the one before are one turn
+  p.mbarrier_phases -= p.grid_blocks;      // nobody waits for the last V's buffer
+  return p;
+}
+// END STAGE
+
+// BEGIN STAGE 10e
+Ledger predict_10e(int64_t N, int64_t d, int64_t D) {
+  Ledger p = predict_10b(N, d, D);
+  const int64_t W = D == 64 ? 3 : 2;
+  p.named_barriers = W * p.tiles_visited;
+  p.mbarrier_phases += p.grid_blocks * W;  // the Q buffers of a row block are free again
+  return p;
+}
+
+// 10e is persistent: what is once for each row block above is once for each of the blocks that
+// share them, and nobody waits for the last Q buffers, nor for the last V's.
+void share_out_10e(Ledger& all, int64_t D, int64_t multiprocessors) {
+  const int64_t W = D == 64 ? 3 : 2;
+  all.grid_blocks = std::min(all.grid_blocks, multiprocessors);
+  all.barriers = all.grid_blocks;
+  all.mbarrier_phases -= all.grid_blocks * (W + 1);
+}
+// END STAGE
+
 struct Lesson {
   std::string_view stage;
   Ledger (*predict)(int64_t N, int64_t d, int64_t D);
   Tiles narrow, wide;  // of D = 64 and D = 128; of 01 what its launches divide N by
+  // Where the blocks are fewer than the sum over (batch, head).
+  void (*share_out)(Ledger& all, int64_t D, int64_t multiprocessors) = nullptr;
 };
 
 constexpr Lesson kLessons[] = {
@@ -277,6 +364,21 @@ constexpr Lesson kLessons[] = {
     // BEGIN STAGE 08
     {"08", predict_08, {128, 128}, {128, 64}},
     // END STAGE
+    // BEGIN STAGE 10a
+    {"10a", predict_10a, {192, 128}, {128, 128}},
+    // END STAGE
+    // BEGIN STAGE 10b
+    {"10b", predict_10b, {192, 128}, {128, 128}},
+    // END STAGE
+    // BEGIN STAGE 10c
+    {"10c", predict_10c, {192, 128}, {128, 128}},
+    // END STAGE
+    // BEGIN STAGE 10d
+    {"10d", predict_10d, {192, 128}, {128, 128}},
+    // END STAGE
+    // BEGIN STAGE 10e
+    {"10e", predict_10e, {192, 128}, {128, 128}, share_out_10e},
+    // END STAGE
 };
 
 const Lesson* lesson_of(std::string_view stage) {
@@ -303,6 +405,7 @@ std::optional<Ledger> predicted_ledger(std::string_view stage, const Problem& p)
   Ledger all;
   for (int64_t i = 0; i < n; ++i) all += one;
   all.launches = one.launches;
+  if (lesson->share_out) lesson->share_out(all, D, kMultiprocessors);
   return all;
 }
 

@@ -16,7 +16,8 @@ namespace flashsteps {
 bool has_prediction(std::string_view stage);
 
 /// The ledger of the stage's own kernels on a problem, by the formulas of its lesson, in the tiles
-/// of the stage's own choice on a card with 227 KiB of shared memory for a block. They are for
+/// of the stage's own choice on a card with 227 KiB of shared memory for a block and with 3
+/// multiprocessors, as the model has them. They are for
 /// problems without a causal mask whose lengths are equal and whole tiles; nothing for others, and
 /// for a stage without formulas. The counts `global_unique_read`, `ldmatrix`, `mma`, `cp_async` are
 /// predicted by no lesson, and are 0 here.
