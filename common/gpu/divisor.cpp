@@ -14,8 +14,8 @@ Divisor divisor_of(int64_t value) {
   }
   const auto d = uint64_t(value);
   uint32_t shift = 0;
-  while (uint64_t{1} << shift < d) ++shift;
-  const uint64_t magic = ((uint64_t{1} << shift) - d << 32) / d + 1;
+  while ((uint64_t{1} << shift) < d) ++shift;
+  const uint64_t magic = (((uint64_t{1} << shift) - d) << 32) / d + 1;
   return {uint32_t(d), uint32_t(magic), shift};
 }
 
