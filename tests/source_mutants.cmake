@@ -117,6 +117,40 @@ flashsteps_mutant(09_dq_not_cleared ${backward} "store_quad(acc + 4, {});" "")
 flashsteps_mutant(09_l_in_base_e ${backward} "INFINITY : l * kLog2e" "INFINITY : l")
 flashsteps_mutant(09_turns_not_awaited ${backward} "turn_wait(turn_at(h, tile_q), tile_k);" "")
 
+set(tma 10_hopper/a_tma_wgmma.cu)
+flashsteps_mutant(10a_last_tile_dropped ${tma} "tile_k >= 0; --tile_k" "tile_k > 0; --tile_k")
+flashsteps_mutant(10a_wrong_kv_head ${tma} "p.kv_head(h)" "h % p.kv_heads")
+flashsteps_mutant(10a_diagonal_not_masked ${tma} "(p.last_key(w.i0) + 1) / kBc" "(p.last_key(w.i0) + kBc) / kBc")
+flashsteps_mutant(10a_one_buffer ${tma} "kStages = 2" "kStages = 1")
+
+set(special 10_hopper/b_warp_specialized.cu)
+flashsteps_mutant(10b_k_released_too_early ${special} "wgmma_wait<0>(S_rmem);
+        release(K_ring, K_empty);" "release(K_ring, K_empty); wgmma_wait<0>(S_rmem);")
+flashsteps_mutant(10b_one_warpgroup_empties_k ${special} "&K_empty[s], 4 * kWarpgroups" "&K_empty[s], 4")
+flashsteps_mutant(10b_buffers_start_full ${special} "V_ring{0, 1}" "V_ring{0, 0}")
+
+set(pingpong 10_hopper/c_pingpong.cu)
+flashsteps_mutant(10c_nobody_begins ${pingpong} "if (warpgroup == kWarpgroups - 1) pass_turn();" "")
+flashsteps_mutant(10c_last_turn_kept ${pingpong} "pass_turn();  // the last P V's" "")
+
+set(overlap 10_hopper/d_overlap.cu)
+flashsteps_mutant(10d_s_not_waited_for ${overlap} "wgmma_wait<1>(S_rmem)" "wgmma_wait<2>()")
+flashsteps_mutant(10d_last_p_v_dropped ${overlap} "start_PV();
+      wgmma_wait<0>(O_rmem);" "")
+flashsteps_mutant(10d_v_a_tile_ahead ${overlap} "load_V(tile_k, kv_head, b);" "load_V(max(tile_k - 1, 0), kv_head, b);")
+
+set(fast 10_hopper/e_fast.cu)
+flashsteps_mutant(10e_middle_row_block_dropped ${fast} "p.causal && tiles_q % 2 ?" "false ?")
+flashsteps_mutant(10e_short_row_block_dropped ${fast} "if (alone && second) continue;" "if (second) continue;")
+flashsteps_mutant(10e_wrong_partner ${fast} "schedule.tiles_q - 1 - i : i)" "schedule.tiles_q - 1 - i : i + 1)")
+flashsteps_mutant(10e_rescale_skipped ${fast} "fast_exp2((m_rmem[half] - m) * scale.log2)" "1.f")
+flashsteps_mutant(10e_threshold_beyond_half ${fast} "kRescaleThreshold = 8.f" "kRescaleThreshold = 80.f")
+flashsteps_mutant(10e_statistics_of_the_next_row_block ${fast} "kQ, m_done, l_done" "kQ, m_rmem, l_rmem")
+flashsteps_mutant(10e_old_maximum_kept ${fast} "m_rmem[0] = m_rmem[1] = -INFINITY;" "")
+flashsteps_mutant(10e_rows_without_keys_not_written ${fast} "next(w_next, store_no_keys)" "next(w_next, [](const Work&) {})")
+flashsteps_mutant(10e_last_v_of_the_next_head ${fast} "load_V(tile_k, kv_head_now, b_now)" "load_V(tile_k, kv_head, b)")
+flashsteps_mutant(10e_one_buffer_of_q ${fast} "q = Q_ring.stage * kWarpgroups + warpgroup;" "")
+
 # The suite of the backward pass, tried on the plain kernel.
 set(plain tests/kernels/plain_backward.cu)
 flashsteps_mutant(90_atomics_made_stores ${plain} "atomicAdd(dQ_acc + row * p.head_dim + c, dS * to_float(K[c]))"
