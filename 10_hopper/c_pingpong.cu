@@ -193,7 +193,8 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
     float O_rmem[D / 8][4] = {};
     float m_rmem[2] = {-INFINITY, -INFINITY}, l_rmem[2] = {};
 
-    // O / l goes through the warp's own rows of the Q that it came from.
+    // O / l goes through the warp's own rows of Q, which only its own products have read: a warp
+    // has 16 of the 64 rows of its warpgroup.
     const auto store = [&](const Work& w, T* O_smem, const float(&m)[2], const float(&l_part)[2]) {
       const int b = w.bh / p.heads, h = w.bh - b * p.heads;
 #pragma unroll

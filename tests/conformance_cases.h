@@ -57,6 +57,8 @@ inline const Case kCases[] = {
     {"causal_more_queries", problem_of(1, 2, 2, 200, 70, 64, true)},
     {"causal_more_queries_d128", problem_of(1, 2, 2, 200, 70, 128, true)},
     {"causal_one_key", problem_of(1, 2, 2, 70, 1, 64, true)},
+    // More row blocks than multiprocessors, an odd number for each head, some of which see no key.
+    {"causal_many_row_blocks", problem_of(1, 4, 1, 260, 130, 64, true)},
     {"grouped_heads", problem_of(2, 4, 2, 70, 70, 64)},
     {"grouped_heads_causal", problem_of(2, 6, 2, 40, 90, 32, true)},
     {"one_kv_head", problem_of(2, 3, 1, 33, 65, 128)},
