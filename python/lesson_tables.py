@@ -3,8 +3,8 @@
 
 A table is known by its head: one that begins with `| d | N | mask |` and goes on with names of runs is filled from
 steps_h200.json (batch as the ladder has it); one that begins with `| d | mask | N |` and goes on with names of runs,
-each a column of milliseconds, and ratios (`08 / FlashAttention-2`) from peers_h200.json, or from backward_h200.json
-where its runs are those of the backward pass. What is not in a file is left empty. Files are written beside and renamed.
+each a column of milliseconds, and ratios (`08 / FlashAttention-2`) from the first of peers_h200.json,
+hopper_steps_h200.json and backward_h200.json that has all of these runs. What is not in a file is left empty. Files are written beside and renamed.
 """
 
 import json
@@ -56,22 +56,25 @@ def order(cell):
 
 
 def peers_table(columns):
-    names = [PEERS.get(n, n) for column in columns for n in column.replace(" ms", "").split(" / ")]
+    timed = [column for column in columns if column != "TFLOP/s"]
+    names = [PEERS.get(n, n) for column in timed for n in column.replace(" ms", "").split(" / ")]
     rows = []
-    for file in ("peers_h200.json", "backward_h200.json"):
+    for file in ("peers_h200.json", "hopper_steps_h200.json", "backward_h200.json"):
+        if rows:
+            break  # the first that has these runs
         for cell in sorted(load(file), key=order):
             runs, p = runs_of(cell), cell["problem"]
             if not all(n in runs for n in names):
                 continue
             row = [str(p["head_dim"]), MASKS[p["causal"]], str(p["seqlen_k"])]
-            for column in columns:
+            for i, column in enumerate(columns):
                 if " / " in column:
                     name, peer = (PEERS.get(n, n) for n in column.split(" / "))
                     row.append(f"{ratio_of(cell, name, peer):.3f}")
                 elif column.endswith(" ms"):
                     row.append(f"{runs[PEERS.get(column[:-3], column[:-3])][0]:.3f}")
                 elif column == "TFLOP/s":
-                    last = columns[columns.index(column, len(row) - 3) - 1][:-3]
+                    last = columns[i - 1][:-3]  # of the column before
                     row.append(f"{runs[PEERS.get(last, last)][1]:.0f}")
             rows.append(row)
     return rows
