@@ -192,7 +192,7 @@ __device__ __forceinline__ void wgmma_fence() {
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-/// Waits until at most kPending of the latest groups are still at work. \param d the sums that are
+/// Waits until at most kPending of the latest groups are still at work. The sums that it names are
 /// then complete: the compiler may not read them before
 template <int kPending, int... kN>
 __device__ __forceinline__ void wgmma_wait(float (&... d)[kN][4]) {

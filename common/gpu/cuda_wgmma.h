@@ -16,6 +16,8 @@ enum class Major { k, mn };
 
 inline namespace cuda_target {
 
+/// \cond the text of the instructions
+
 // The numbers of the operands, ten at a time: FLASHSTEPS_TEN(3) is "%30, %31, …, %39".
 #define FLASHSTEPS_FIRST_TEN "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9"
 #define FLASHSTEPS_TWO(t) ", %" #t "0, %" #t "1"
@@ -61,6 +63,8 @@ inline namespace cuda_target {
     FLASHSTEPS_WGMMA_EXPAND(KIND, "bf16", __VA_ARGS__); \
   }
 #define FLASHSTEPS_WGMMA_EXPAND(KIND, TYPE, N, ...) FLASHSTEPS_WGMMA_##KIND(N, TYPE, __VA_ARGS__)
+
+/// \endcond
 
 /// D = A B, or D += A B where `accumulate`: 64 x 16 times 16 x kN for one warpgroup, started here
 /// and done after the wgmma_wait that covers it (PTX ISA, wgmma.mma_async). A and B lie in shared

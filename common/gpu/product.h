@@ -14,7 +14,7 @@ namespace flashsteps::inline FLASHSTEPS_TARGET {
 /// C += A B^T: rows [A_row, A_row + 16 kM) of A times rows [B_row, B_row + 8 kN) of B, both tiles
 /// of kCols columns. (S += Q K^T)
 ///
-/// \param kUnroll steps of 16 columns that are unrolled together. With all of them, ptxas has more
+/// \tparam kUnroll steps of 16 columns that are unrolled together. With all of them, ptxas has more
 /// operands on their way, and a kernel that is short of registers spills: half of them by default
 template <int kCols, int kUnroll = kCols / 32, int kM, int kN, typename T>
 __device__ __forceinline__ void multiply_by_transposed(float (&C_rmem)[kM][kN][4], const T* A_smem,

@@ -31,6 +31,7 @@ __device__ __forceinline__ void apply_sign(float (&S_rmem)[kN][4], ScoreScale sc
     for (int e = 0; e < 4; ++e) S_rmem[k][e] *= scale.sign;
   }
 }
+/// Likewise, of several row blocks.
 template <int kM, int kN>
 __device__ __forceinline__ void apply_sign(float (&S_rmem)[kM][kN][4], ScoreScale scale) {
   if (scale.sign == 1.f) return;
