@@ -202,8 +202,9 @@ class Toolchain:
 
     def includes(self):
         """Options that include all that a submission may before its first line, so that no macro of its own changes it."""
+        # Not the card's side, and nothing of Hopper: there is no lab of it.
         names = sorted(str(p.relative_to(ROOT)) for p in (ROOT / 'common/gpu').glob('*.h')
-                       if p.name not in ('cuda_device.h', 'cuda_support.h'))
+                       if not p.name.startswith(('cuda_', 'hopper', 'tma_')))
         return [word for name in [*names, 'common/stage/kernel_stage.h'] for word in ('-include', name)]
 
     def allowed_headers(self, work):
