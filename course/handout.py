@@ -179,11 +179,17 @@ def tracked_files(root):
 
 
 def suite_sources(root):
-    """The sources of the suite that is linked with each stage, as tests/CMakeLists.txt names them."""
+    """The sources of the suite that is linked with each stage, as tests/CMakeLists.txt names them, and their headers."""
     called = re.search(r'^flashsteps_stage_tests\(([^)]*)\)', (root / 'tests/CMakeLists.txt').read_text(), re.M)
     if not called:
         raise Refused('tests/CMakeLists.txt does not call flashsteps_stage_tests')
-    return tuple('tests/' + word for word in called[1].split() if word.endswith('.cpp'))
+    suite = ['tests/' + word for word in called[1].split() if word.endswith('.cpp')]
+    for path in suite:  # grows on the way
+        for header in re.findall(r'^#include "(\w+\.h)"', (root / path).read_text(), re.M):
+            header = 'tests/' + header
+            if header not in suite and (root / header).exists():
+                suite.append(header)
+    return tuple(suite)
 
 
 def is_kept(path, lab, suite):
