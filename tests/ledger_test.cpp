@@ -130,16 +130,6 @@ FLASHSTEPS_FOR_FORWARD_STAGES(LedgerTest);
 // --- the backward pass
 // ------------------------------------------------------------------------------------
 
-// What a stage's lesson predicts for one (batch, head). Counts that a stage does not name are not
-// compared.
-struct Prediction {
-  BytesByTensor read, written;
-  int64_t launches = 0, grid_blocks = 0, barriers = 0, warp_barriers = 0, shuffles = 0,
-          mma_flops = 0, exp = 0, div = 0, div_in_loop = 0, bank_conflicts = 0, tiles_visited = 0,
-          tiles_masked = 0, shared_read = 0, shared_written = 0, warp_exchange_bytes = 0,
-          atomic_bytes = 0;
-};
-
 // What a lesson's formulas are of: one KV head with the `group` query heads that read it.
 struct BackwardShape {
   int64_t N, d, D, group;
@@ -147,20 +137,20 @@ struct BackwardShape {
   bool deterministic;
 };
 
-Prediction predict_09(const BackwardShape& s) {
+Ledger predict_09(const BackwardShape& s) {
   const int64_t N = s.N, d = s.d, D = s.D, G = s.group;
   const int64_t Tr = N / s.tiles.Br, Tc = N / s.tiles.Bc;
   const int64_t warps = s.tiles.Bc / 32 * (D / 64);
-  Prediction p;
+  Ledger p;
   // A kernel before reads O, dO and L and leaves D and L log2(e); then Q, dO and these two are read
   // once for each tile of keys.
-  p.read = {{"O", G * N * d * e},       {"dO", G * (1 + Tc) * N * d * e},
-            {"Q", G * Tc * N * d * e},  {"K", N * d * e},
-            {"V", N * d * e},           {"L", G * N * f},
-            {"L_log2", G * Tc * N * f}, {"D", G * Tc * N * f},
-            {"dQ_acc", G * N * d * f}};
-  p.written = {{"D", G * N * f},      {"L_log2", G * N * f}, {"dQ_acc", G * N * d * f},
-               {"dQ", G * N * d * e}, {"dK", N * d * e},     {"dV", N * d * e}};
+  p.global_read = {{"O", G * N * d * e},       {"dO", G * (1 + Tc) * N * d * e},
+                   {"Q", G * Tc * N * d * e},  {"K", N * d * e},
+                   {"V", N * d * e},           {"L", G * N * f},
+                   {"L_log2", G * Tc * N * f}, {"D", G * Tc * N * f},
+                   {"dQ_acc", G * N * d * f}};
+  p.global_written = {{"D", G * N * f},      {"L_log2", G * N * f}, {"dQ_acc", G * N * d * f},
+                      {"dQ", G * N * d * e}, {"dK", N * d * e},     {"dV", N * d * e}};
   p.atomic_bytes = G * Tc * N * d * f;
   p.launches = 3;
   p.grid_blocks = Tc + 2 * G * N / 64;  // the kernels before and after have 64 rows a block
@@ -172,8 +162,8 @@ Prediction predict_09(const BackwardShape& s) {
   p.tiles_visited = G * Tr * Tc;
   if (s.deterministic) {
     // A block takes a number; each warp waits for its turn at each tile of dQ, and passes it on.
-    p.read["turns"] = G * Tr * Tc * warps * 4;
-    p.written["turns"] = G * N / 64 * 8 * 4;
+    p.global_read["turns"] = G * Tr * Tc * warps * 4;
+    p.global_written["turns"] = G * N / 64 * 8 * 4;
     p.atomic_bytes += Tc * 4 + G * Tr * Tc * warps * 4;
     p.barriers += 2 * Tc;
     p.warp_barriers += 2 * G * Tr * Tc * warps;
@@ -181,8 +171,8 @@ Prediction predict_09(const BackwardShape& s) {
   return p;
 }
 
-const std::map<std::string, std::function<Prediction(const BackwardShape&)>> kBackwardPredictions =
-    {{"09", predict_09}};
+const std::map<std::string, std::function<Ledger(const BackwardShape&)>> kBackwardPredictions = {
+    {"09", predict_09}};
 
 class BackwardLedgerTest : public StageTest {
  protected:
@@ -212,16 +202,16 @@ TEST_P(BackwardLedgerTest, EqualsTheLessonsFormulas) {
       const Tiles tiles = stage().tiles(p);
       ASSERT_TRUE(s.N % tiles.Br == 0 && s.N % tiles.Bc == 0) << "the formulas are for whole tiles";
       const Ledger ledger = *BackwardCase(p, InputKind::normal, 1).run(stage(), variant).ledger;
-      const Prediction want = predict->second(
+      const Ledger want = predict->second(
           {s.N, s.d, tile_width(s.d), s.heads / s.kv_heads, tiles, variant.deterministic});
       const int64_t n = int64_t{s.batch} * s.kv_heads;
       const auto times_n = [&](BytesByTensor bytes) {
         for (auto& [tensor, count] : bytes) count *= n;
         return bytes;
       };
-      BytesByTensor written = times_n(want.written);
+      BytesByTensor written = times_n(want.global_written);
       if (variant.deterministic) written["turns"] += 4;  // of all blocks: where they take numbers
-      EXPECT_EQ(ledger.global_read, times_n(want.read));
+      EXPECT_EQ(ledger.global_read, times_n(want.global_read));
       EXPECT_EQ(ledger.global_written, written);
       EXPECT_EQ(ledger.atomic_bytes, n * want.atomic_bytes);
       EXPECT_EQ(ledger.launches, want.launches);
