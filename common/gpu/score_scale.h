@@ -34,15 +34,8 @@ __device__ __forceinline__ void apply_sign(float (&S_rmem)[kN][4], ScoreScale sc
 /// Likewise, of several row blocks.
 template <int kM, int kN>
 __device__ __forceinline__ void apply_sign(float (&S_rmem)[kM][kN][4], ScoreScale scale) {
-  if (scale.sign == 1.f) return;
 #pragma unroll
-  for (int r = 0; r < kM; ++r) {
-#pragma unroll
-    for (int k = 0; k < kN; ++k) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) S_rmem[r][k][e] *= scale.sign;
-    }
-  }
+  for (int r = 0; r < kM; ++r) apply_sign(S_rmem[r], scale);
 }
 
 }  // namespace flashsteps::inline FLASHSTEPS_TARGET
