@@ -19,7 +19,7 @@ class ModelDevice : public Device {
     info.target = Target::model;
     info.name = "CPU model";
     info.capability = options.capability;
-    info.multiprocessors = 132;  // of an H200; nothing here depends on it
+    info.multiprocessors = options.multiprocessors;
     info.shared_memory_per_block = options.shared_memory_per_block;
     info.memory_bytes = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
     return info;
