@@ -4,7 +4,8 @@
 A table is known by its head: one that begins with `| d | N | mask |` and goes on with names of runs is filled from
 steps_h200.json (batch as the ladder has it); one that begins with `| d | mask | N |` and goes on with names of runs,
 each a column of milliseconds, and ratios (`08 / FlashAttention-2`) from the first of peers_h200.json,
-hopper_steps_h200.json and backward_h200.json that has all of these runs. What is not in a file is left empty. Files are written beside and renamed.
+hopper_steps_h200.json and backward_h200.json that has all of these runs. What is not in a file is left empty. Files are
+written beside and renamed.
 """
 
 import json
@@ -19,7 +20,7 @@ MASKS = {False: "none", True: "causal"}
 
 def load(name):
     path = ROOT / "docs" / "results" / name
-    return json.loads(path.read_text())["cells"] if path.exists() else []
+    return json.loads(path.read_text(encoding="utf-8"))["cells"] if path.exists() else []
 
 
 def runs_of(cell):
@@ -27,55 +28,49 @@ def runs_of(cell):
     return {run["name"]: (run["median_ms"], run["tflops"]) for run in cell["runs"] if "median_ms" in run}
 
 
-def ratio_of(cell, name, peer):
-    """The median over the rounds of the ratio of milliseconds, as the file has it."""
-    return cell["speedups"][name][peer]
+def run_of(column):
+    """The run that a column is of, as the files name it: `FlashAttention-2 ms` is of `flash`."""
+    name = column.removesuffix(" ms")
+    return PEERS.get(name, name)
 
 
 def milliseconds(ms):
     return f"{ms:.2f}" if ms < 1 else f"{ms:#.3g}"
 
 
+def ordered(cells, *keys):
+    return sorted(cells, key=lambda cell: [cell["problem"][key] for key in keys])
+
+
 def steps_table(names):
+    cells = [cell for cell in load("steps_h200.json") if cell["setting"] == "full"]
     rows = []
-    for cell in sorted((c for c in load("steps_h200.json") if c["setting"] == "full"), key=order_of_steps):
+    for cell in ordered(cells, "head_dim", "seqlen_k", "causal"):
         p, runs = cell["problem"], runs_of(cell)
         columns = [f"{milliseconds(runs[n][0])} ms, {runs[n][1]:.0f}" if n in runs else "" for n in names]
         rows.append([str(p["head_dim"]), str(p["seqlen_k"]), MASKS[p["causal"]]] + columns)
     return rows
 
 
-def order_of_steps(cell):
-    p = cell["problem"]
-    return p["head_dim"], p["seqlen_k"], p["causal"]
-
-
-def order(cell):
-    p = cell["problem"]
-    return p["head_dim"], p["causal"], p["seqlen_k"]
-
-
 def peers_table(columns):
-    timed = [column for column in columns if column != "TFLOP/s"]
-    names = [PEERS.get(n, n) for column in timed for n in column.replace(" ms", "").split(" / ")]
+    names = [run_of(n) for column in columns if column != "TFLOP/s" for n in column.split(" / ")]
     rows = []
     for file in ("peers_h200.json", "hopper_steps_h200.json", "backward_h200.json"):
         if rows:
             break  # the first that has these runs
-        for cell in sorted(load(file), key=order):
+        for cell in ordered(load(file), "head_dim", "causal", "seqlen_k"):
             runs, p = runs_of(cell), cell["problem"]
             if not all(n in runs for n in names):
                 continue
             row = [str(p["head_dim"]), MASKS[p["causal"]], str(p["seqlen_k"])]
             for i, column in enumerate(columns):
-                if " / " in column:
-                    name, peer = (PEERS.get(n, n) for n in column.split(" / "))
-                    row.append(f"{ratio_of(cell, name, peer):.3f}")
+                if column == "TFLOP/s":
+                    row.append(f"{runs[run_of(columns[i - 1])][1]:.0f}")  # of the column before
                 elif column.endswith(" ms"):
-                    row.append(f"{runs[PEERS.get(column[:-3], column[:-3])][0]:.3f}")
-                elif column == "TFLOP/s":
-                    last = columns[i - 1][:-3]  # of the column before
-                    row.append(f"{runs[PEERS.get(last, last)][1]:.0f}")
+                    row.append(f"{runs[run_of(column)][0]:.3f}")
+                else:  # the median over the rounds of the ratio of milliseconds
+                    name, peer = map(run_of, column.split(" / "))
+                    row.append(f"{cell['speedups'][name][peer]:.3f}")
             rows.append(row)
     return rows
 
@@ -101,14 +96,18 @@ def fill(text):
     return "\n".join(out)
 
 
+def lessons():
+    return sorted(ROOT.glob("[01][0-9]_*/README.md"))
+
+
 def main():
     changed = 0
-    for path in sorted(ROOT.glob("[01][0-9]_*/README.md")) + [ROOT / "README.md"]:
-        text = path.read_text()
+    for path in lessons():
+        text = path.read_text(encoding="utf-8")
         filled = fill(text)
         if filled != text:
             beside = path.with_suffix(".tmp")
-            beside.write_text(filled)
+            beside.write_text(filled, encoding="utf-8")
             os.replace(beside, path)
             changed += 1
             print(path.relative_to(ROOT))

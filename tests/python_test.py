@@ -24,6 +24,7 @@ LIBRARY = os.environ.get("FLASHSTEPS_LIBRARY")
 sys.path.insert(0, str(ROOT / "python"))
 import bench_peers  # noqa: E402
 import flashsteps_abi as abi  # noqa: E402
+import lesson_tables  # noqa: E402
 
 PROBLEM = {"batch": 1, "heads": 2, "seqlen_q": 256, "seqlen_k": 256, "head_dim": 64,
            "dtype": "fp16", "causal": False}
@@ -446,6 +447,25 @@ class PeersPicture(Tools):
             picture, done = self.draw(result)
             self.assert_refused(done, 2, words)
             self.assertFalse(picture.exists())
+
+
+class LessonTables(unittest.TestCase):
+    """Every figure in a lesson's measured tables is that of docs/results."""
+
+    def test_lessons_hold_what_was_measured(self):
+        for path in lesson_tables.lessons():
+            with self.subTest(path.parent.name):
+                text = path.read_text(encoding="utf-8")
+                self.assertEqual(lesson_tables.fill(text), text)
+
+    def test_another_figure_is_noticed(self):
+        for lesson, figure in (("04_fa1", " ms, "), ("08_causal_skip", "| 64 | none | 512 | 0."),
+                               ("09_backward", "| 128 | causal | 512 | 0."), ("10_hopper", "| 64 | none | 2048 | 0.")):
+            with self.subTest(lesson):
+                text = (ROOT / lesson / "README.md").read_text(encoding="utf-8")
+                at = text.index(figure) + len(figure)
+                wrong = text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1:]
+                self.assertEqual(lesson_tables.fill(wrong), text)
 
 
 if __name__ == "__main__":
