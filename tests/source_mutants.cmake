@@ -115,7 +115,7 @@ flashsteps_mutant(09_one_tile_too_few ${backward} "hidden > 0 ? hidden / kBr : 0
 flashsteps_mutant(09_one_tile_too_many ${backward} "hidden > 0 ? hidden / kBr : 0" "hidden > kBr ? hidden / kBr - 1 : 0")
 flashsteps_mutant(09_dq_not_cleared ${backward} "store_quad(acc + 4, {});" "")
 flashsteps_mutant(09_l_in_base_e ${backward} "INFINITY : l * kLog2e" "INFINITY : l")
-flashsteps_mutant(09_turns_not_awaited ${backward} "turn_wait(turn_at(h, tile_q), tile_k);" "")
+flashsteps_mutant(09_turns_not_awaited ${backward} "if (turns) turn_wait(turn_at(h, tile_q), tile_k);" "")
 
 set(tma 10_hopper/a_tma_wgmma.cu)
 flashsteps_mutant(10a_last_tile_dropped ${tma} "tile_k >= 0; --tile_k" "tile_k > 0; --tile_k")
