@@ -664,6 +664,42 @@ TEST_F(CliTest, CountShowsABoundForACard) {
   EXPECT_FALSE(nlohmann::json::parse(contents(path("r.json")))["stages"][0].contains("bound"));
 }
 
+// Counts of Hopper's instructions are in the table where a stage has any, under the model's
+// numbers.
+TEST_F(CliTest, CountShowsHoppersInstructions) {
+  const std::pair<const char*, const char*> rows[] = {
+      {"named barriers (completed)", "named_barriers"},
+      {"mbarrier phases (ended)", "mbarrier_phases"},
+      {"wgmma (warpgroups)", "wgmma"},
+      {"TMA (boxes)", "tma"}};
+  const Result result = run(small("count", {"--stage", "08,10a,10c", "--json", path("r.json")}));
+  EXPECT_EQ(result.status, 0) << result.err;
+  const auto report = nlohmann::json::parse(contents(path("r.json")));
+  const auto with_commas = [](int64_t value) {
+    std::string digits = std::to_string(value);
+    for (int i = int(digits.size()) - 3; i > 0; i -= 3) digits.insert(size_t(i), ",");
+    return digits;
+  };
+  for (const auto& [title, name] : rows) {
+    const size_t at = result.out.find(title);
+    ASSERT_NE(at, std::string::npos) << title << "\n" << result.out;
+    std::istringstream cells(result.out.substr(at + std::string(title).size()));
+    for (const auto& stage : report["stages"]) {
+      std::string cell;
+      cells >> cell;
+      EXPECT_EQ(cell, with_commas(stage["counts"][name].get<int64_t>()))
+          << title << " of " << stage["stage"];
+    }
+    EXPECT_EQ(report["stages"][0]["counts"][name], 0) << name;
+    EXPECT_GT(report["stages"][2]["counts"][name], 0) << name;
+  }
+  // A table without such a stage stays as narrow as it was.
+  const Result before = run(small("count", {"--stage", "08"}));
+  for (const auto& [title, name] : rows)
+    EXPECT_EQ(before.out.find(title), std::string::npos) << title;
+  EXPECT_NE(before.out.find("barriers (blocks)"), std::string::npos);
+}
+
 TEST_F(CliTest, TheModelImitatesTheCardOfTheBound) {
   const auto counted = [&](const char* card, const Arguments& more = {}) {
     Arguments arguments =

@@ -179,14 +179,21 @@ std::string ledger_table(const std::vector<std::string>& ids, const std::vector<
       table.add(row);
     }
   };
-  const auto add = [&](const char* title, int64_t Ledger::*member) {
+  const auto add_if = [&](bool also_zero, const char* title, int64_t Ledger::*member) {
     bool any = false;
     std::vector<std::string> row = {title};
     for (const Ledger& ledger : ledgers) {
       row.push_back(with_commas(ledger.*member));
       any |= ledger.*member != 0;
     }
-    if (any || !skip_zero) table.add(row);
+    if (any || also_zero) table.add(row);
+  };
+  const auto add = [&](const char* title, int64_t Ledger::*member) {
+    add_if(!skip_zero, title, member);
+  };
+  // What only Hopper's stages have stays away from tables without one.
+  const auto add_hopper = [&](const char* title, int64_t Ledger::*member) {
+    add_if(false, title, member);
   };
   add_bytes("global bytes read", &Ledger::global_read);
   add_bytes("global bytes written", &Ledger::global_written);
@@ -197,12 +204,16 @@ std::string ledger_table(const std::vector<std::string>& ids, const std::vector<
   add("shared bytes between warps", &Ledger::warp_exchange_bytes);
   add("bank conflicts", &Ledger::bank_conflicts);
   add("barriers (blocks)", &Ledger::barriers);
+  add_hopper("named barriers (completed)", &Ledger::named_barriers);
+  add_hopper("mbarrier phases (ended)", &Ledger::mbarrier_phases);
   add("warp barriers (warps)", &Ledger::warp_barriers);
   add("shuffles (warps)", &Ledger::shuffles);
   add("ldmatrix (warps)", &Ledger::ldmatrix);
   add("mma (warps)", &Ledger::mma);
+  add_hopper("wgmma (warpgroups)", &Ledger::wgmma);
   add("MMA FLOPs", &Ledger::mma_flops);
   add("cp.async (lanes)", &Ledger::cp_async);
+  add_hopper("TMA (boxes)", &Ledger::tma);
   add("exponentials (lanes)", &Ledger::exp);
   add("divisions (lanes)", &Ledger::div);
   add("  in the loop over tiles", &Ledger::div_in_loop);

@@ -57,7 +57,8 @@ void print_problem(const Options& options, const Problem& problem, bool has_inpu
 ///
 /// \param tiles of each stage, shown in the first line; empty: no such line
 ///
-/// \param skip_zero leaves out counts that are 0 for all
+/// \param skip_zero leaves out counts that are 0 for all; those of Hopper's instructions are left
+/// out in any case
 std::string ledger_table(const std::vector<std::string>& ids, const std::vector<Tiles>& tiles,
                          const std::vector<Ledger>& ledgers, bool skip_zero);
 
