@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 #include <stdexcept>
+#include <string>
 
 #include "common/attention/layout.h"
 
@@ -59,6 +61,13 @@ TEST(Cards, AreFoundByNameInAnyCase) {
                 "'" + std::string(wrong) + "'; allowed: H200, H100, A100, RTX4090, T4");
     }
   }
+}
+
+// Cards are told apart by what the driver calls them, too.
+TEST(Cards, HaveTheDriversNames) {
+  std::set<std::string> names;
+  for (const Card& card : cards()) EXPECT_TRUE(names.insert(card.device_name).second) << card.name;
+  EXPECT_STREQ(find_card("H200").device_name, "NVIDIA H200");  // as docs/results has it
 }
 
 // Peaks follow from SMs, clock and what an SM does in a cycle (the architectures' whitepapers): a
@@ -149,6 +158,58 @@ TEST(Bound, FewBlocksLeaveMostOfTheCardIdle) {
   EXPECT_DOUBLE_EQ(few.mma_us, full.mma_us * 100 / 8);
   EXPECT_DOUBLE_EQ(few.exp_us, full.exp_us * 100 / 8);
   EXPECT_DOUBLE_EQ(few.memory_us, full.memory_us);
+}
+
+// The bound of a problem with more heads, from the ledger of one with fewer, is that of a ledger in
+// which all grew.
+TEST(Bound, OfMoreHeads) {
+  Ledger ledger;
+  ledger.global_read = {{"Q", 100'000}, {"K", 700'000}};
+  ledger.global_written = {{"O", 300'000}};
+  ledger.atomic_bytes = 500;
+  ledger.mma_flops = 2'000'000;
+  ledger.exp = 300'000;
+  ledger.div = 2000;
+  ledger.grid_blocks = 16;
+  Problem larger = problem();
+  larger.batch = 3;
+  larger.heads = 12;
+  larger.kv_heads = 6;  // two query heads to each, as before; 36 heads for 8: 4.5 times as many
+  set_packed_strides(larger);
+  Ledger grown;
+  grown.global_read = {{"Q", 450'000}, {"K", 3'150'000}};
+  grown.global_written = {{"O", 1'350'000}};
+  grown.atomic_bytes = 2250;
+  grown.mma_flops = 9'000'000;
+  grown.exp = 1'350'000;
+  grown.div = 9000;
+  grown.grid_blocks = 72;
+  const auto expect_equal = [&] {
+    const TimeBound want = time_bound(round_card(), kForward, larger, grown);
+    const TimeBound got =
+        time_bound_of_more_heads(round_card(), kForward, problem(), ledger, larger);
+    EXPECT_EQ(got.multiprocessors, want.multiprocessors);
+    EXPECT_DOUBLE_EQ(got.memory_us, want.memory_us);
+    EXPECT_DOUBLE_EQ(got.mma_us, want.mma_us);
+    EXPECT_DOUBLE_EQ(got.fma_us, want.fma_us);
+    EXPECT_DOUBLE_EQ(got.exp_us, want.exp_us);
+    EXPECT_DOUBLE_EQ(got.requested_us, want.requested_us);
+  };
+  expect_equal();
+  ledger.mma_flops = grown.mma_flops = 0;  // then the mathematics' FLOPs, of the larger problem
+  expect_equal();
+  const auto refused = [&](auto&& change) {
+    Problem other = larger;
+    change(other);
+    EXPECT_THROW(time_bound_of_more_heads(round_card(), kForward, problem(), ledger, other),
+                 std::invalid_argument);
+  };
+  refused([](Problem& p) { ++p.seqlen_q; });
+  refused([](Problem& p) { ++p.seqlen_k; });
+  refused([](Problem& p) { p.head_dim = 72; });
+  refused([](Problem& p) { p.dtype = DType::bf16; });
+  refused([](Problem& p) { p.causal = true; });
+  refused([](Problem& p) { p.kv_heads = 3; });
 }
 
 TEST(Bound, OfNothingIsZero) {

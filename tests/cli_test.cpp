@@ -664,6 +664,104 @@ TEST_F(CliTest, CountShowsABoundForACard) {
   EXPECT_FALSE(nlohmann::json::parse(contents(path("r.json")))["stages"][0].contains("bound"));
 }
 
+// Times recorded on the card stand beside bounds of the problems that were timed, each named for
+// what it is.
+TEST_F(CliTest, CountShowsRecordedTimesBesideBounds) {
+  const fs::path results = directory_ / "results";
+  fs::create_directory(results);
+  const auto write = [&](const char* name, const nlohmann::json& json) {
+    std::ofstream(results / name) << json.dump();
+  };
+  nlohmann::json problem = {{"batch", 6},      {"heads", 2},     {"kv_heads", 2},
+                            {"seqlen_q", 40},  {"seqlen_k", 40}, {"head_dim", 16},
+                            {"dtype", "fp16"}, {"causal", false}};
+  const auto counted = [&](const Arguments& more) {
+    Arguments arguments = small("count", {"--json", path("r.json")});
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const Result result = run(arguments);
+    EXPECT_EQ(result.status, 0) << result.err;
+    return std::pair(result.out, nlohmann::json::parse(contents(path("r.json"))));
+  };
+  // What the recorded problem's own bound is: that of 12 heads, counted.
+  const auto large = counted(
+      {"--stage", "06,08", "--card", "H200", "--batch", "6", "--results", results.string()});
+  EXPECT_EQ(large.first.find("recorded / bound"), std::string::npos);
+  EXPECT_NE(large.first.find("no recorded time in " + results.string() +
+                             " of 06, 08 on NVIDIA H200 with seqlen 40 x 40, head_dim 16, fp16, no "
+                             "mask"),
+            std::string::npos)
+      << large.first;
+  EXPECT_FALSE(large.second["stages"][0].contains("recorded"));
+
+  const auto tiles = large.second["stages"][1]["tiles"];
+  const double bound = large.second["stages"][1]["bound"]["us"];
+  const double us = 1.5 * bound;
+  nlohmann::json run_of_08 = {
+      {"name", "08"}, {"stage", "08"}, {"tiles", tiles}, {"median_ms", us / 1000}};
+  nlohmann::json report = {{"device", {{"name", "NVIDIA H200"}}}, {"commit", "abc"}};
+  report["cells"] = {{{"problem", problem}, {"runs", {run_of_08}}}};
+  write("timed.json", report);
+  report["device"]["name"] = "NVIDIA H100 80GB HBM3";
+  write("elsewhere.json", report);
+  const auto [text, json] =
+      counted({"--stage", "06,08", "--card", "H200", "--results", results.string()});
+  EXPECT_NE(text.find("NVIDIA H200: times recorded in " + results.string() +
+                      ", each beside the bound of its own batch and heads"),
+            std::string::npos)
+      << text;
+  EXPECT_NE(text.find("bound, us  recorded, us  recorded / bound  file"), std::string::npos)
+      << text;
+  const size_t line = text.find("\n08 ", text.find("recorded / bound"));
+  ASSERT_NE(line, std::string::npos) << text;
+  std::istringstream cells(text.substr(line));
+  std::string stage, batch, heads, bound_cell, us_cell, ratio, file;
+  cells >> stage >> batch >> heads >> bound_cell >> us_cell >> ratio >> file;
+  EXPECT_EQ(batch, "6");
+  EXPECT_EQ(heads, "2");
+  EXPECT_NEAR(std::stod(bound_cell), bound, 1e-3 * bound);
+  EXPECT_NEAR(std::stod(us_cell), us, 1e-3 * us);
+  EXPECT_EQ(ratio, "1.50");
+  EXPECT_EQ(file, "timed.json");
+  EXPECT_EQ(text.find("elsewhere.json"), std::string::npos);
+  EXPECT_NE(text.find("no recorded time in " + results.string() + " of 06 on NVIDIA H200"),
+            std::string::npos)
+      << text;
+  EXPECT_FALSE(json["stages"][0].contains("recorded"));
+  ASSERT_EQ(json["stages"][1]["recorded"].size(), 1u);
+  const auto& recorded = json["stages"][1]["recorded"][0];
+  EXPECT_EQ(recorded["file"], "timed.json");
+  EXPECT_EQ(recorded["commit"], "abc");
+  EXPECT_EQ(recorded["batch"], 6);
+  EXPECT_EQ(recorded["heads"], 2);
+  EXPECT_DOUBLE_EQ(recorded["us"].get<double>(), us);
+  EXPECT_NEAR(recorded["bound_us"].get<double>(), bound, 1e-9 * bound);
+  EXPECT_FALSE(json["stages"][1].contains("time"));  // nothing was timed here
+
+  // Another length of the same stage: what there is of it is told.
+  const Result other = run({"count", "--device", "model", "--stage", "08", "--seqlen", "33",
+                            "--head-dim", "16", "--card", "H200", "--results", results.string()});
+  EXPECT_NE(other.out.find("recorded of it: fp16; head_dim 16; seqlen 40"), std::string::npos)
+      << other.out;
+  // By default the repository's own results are read; without a card none.
+  const Result own = run(small("count", {"--stage", "08", "--card", "H200"}));
+  EXPECT_NE(own.out.find("no recorded time in docs/results of 08 on NVIDIA H200"),
+            std::string::npos)
+      << own.out;
+  EXPECT_EQ(run(small("count", {"--stage", "08"})).out.find("record"), std::string::npos);
+
+  const Arguments asked = small("count", {"--stage", "08", "--card", "H200", "--results"});
+  const auto with = [&](const std::string& directory) {
+    Arguments arguments = asked;
+    arguments.push_back(directory);
+    return arguments;
+  };
+  expect_refusal(with(path("nowhere")), 2, {"--results is '", "a directory of recorded results"});
+  expect_refusal(with(""), 2, {"--results"});
+  expect_refusal(small("count", {"--results", results.string()}), 2, {"--results", "--card"});
+  std::ofstream(results / "timed.json") << "{";
+  expect_refusal(with(results.string()), 2, {"timed.json is no file of results"});
+}
+
 // Counts of Hopper's instructions are in the table where a stage has any, under the model's
 // numbers.
 TEST_F(CliTest, CountShowsHoppersInstructions) {

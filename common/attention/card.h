@@ -8,10 +8,12 @@
 
 namespace flashsteps {
 
-/// Peak figures of one card, at the clock that the vendor quotes. No sparsity anywhere.
+/// Peak figures of one card, at the clock that the vendor quotes. No sparsity anywhere. card.cpp
+/// names the document of NVIDIA's that each figure is from.
 struct Card {
   const char* name;                 ///< as --card takes it
   const char* full_name;            ///< with form and memory: cards of one name differ
+  const char* device_name;          ///< as the driver calls it, and so the files of docs/results
   int capability;                   ///< compute capability, major * 10 + minor
   int multiprocessors;              ///< SMs
   double clock_ghz;                 ///< boost

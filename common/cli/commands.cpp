@@ -2,10 +2,13 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
+#include <set>
 
 #include "common/attention/work.h"
 #include "common/cli/progress.h"
+#include "common/cli/recorded.h"
 #include "common/cli/report.h"
 #include "common/cli/session.h"
 #include "common/cli/table.h"
@@ -44,6 +47,77 @@ std::vector<std::string> check_row(const char* id, const char* name, const std::
   }
   row.push_back(ok ? "ok" : "FAILED");
   return row;
+}
+
+// The times that were recorded on the card of the bound, and where they were looked for.
+struct Records {
+  std::string where;  // empty: there is no such place
+  std::vector<RecordedTime> times;
+};
+
+Records read_records(const Options& options) {
+  if (options.results)
+    return {options.results->string(), read_recorded(*options.results, *options.card)};
+  const auto found = find_results();
+  if (!found) return {};
+  return {"docs/results", read_recorded(*found, *options.card)};
+}
+
+// The recorded times of a stage on this problem with any number of heads, each beside its bound.
+std::vector<Recorded> recorded_beside_bounds(const Options& options, const Records& records,
+                                             const Stage& stage, const Problem& p,
+                                             const Ledger& ledger, bool has_bound) {
+  const Variant variant = variant_for(options, stage);
+  std::vector<Recorded> beside;
+  for (const RecordedTime& time :
+       matching(records.times, stage, p, tiles_of(stage, p, variant), variant)) {
+    beside.push_back({time, std::nullopt});
+    if (has_bound) {
+      beside.back().bound = time_bound_of_more_heads(*options.card, stage, p, ledger, time.problem);
+    }
+  }
+  return beside;
+}
+
+// "512, 1024, 4096"
+template <typename List>
+std::string joined(const List& list) {
+  return fmt::format("{}", fmt::join(list, ", "));
+}
+
+void print_records(const Options& options, const Records& records, const Problem& p,
+                   const std::vector<Recorded>& found, const std::vector<std::string>& without) {
+  const Card& card = *options.card;
+  if (records.where.empty()) {
+    print(
+        "\nno recorded times: this program lies in no repository with docs/results (--results "
+        "names "
+        "a directory)\n");
+    return;
+  }
+  if (!found.empty()) {
+    print("\n{}: times recorded in {}, each beside the bound of its own batch and heads\n{}",
+          card.device_name, records.where, recorded_table(found));
+  }
+  if (without.empty()) return;
+  print(
+      "{}no recorded time in {} of {} on {} with seqlen {} x {}, head_dim {}, {}, {}, these "
+      "tiles\n",
+      found.empty() ? "\n" : "", records.where, joined(without), card.device_name, p.seqlen_q,
+      p.seqlen_k, p.head_dim, name_of(p.dtype), p.causal ? "causal" : "no mask");
+  // What could be asked for instead.
+  std::set<int> lengths, head_dims;
+  std::set<std::string> dtypes;
+  for (const RecordedTime& time : records.times) {
+    if (std::find(without.begin(), without.end(), time.stage) == without.end()) continue;
+    lengths.insert(time.problem.seqlen_k);
+    head_dims.insert(time.problem.head_dim);
+    dtypes.insert(name_of(time.problem.dtype));
+  }
+  if (!lengths.empty()) {
+    print("  recorded of {}: {}; head_dim {}; seqlen {}\n", without.size() == 1 ? "it" : "them",
+          joined(dtypes), joined(head_dims), joined(lengths));
+  }
 }
 
 }  // namespace
@@ -182,6 +256,8 @@ int check(const Options& options) {
 }
 
 int count(const Options& options) {
+  Records records;
+  if (options.card) records = read_records(options);  // bad files are refused before any work
   OpenedDevice device = open_model(options);
   const Task task = make_task(options, device.info.target);
   const Problem& p = task.problem;
@@ -197,6 +273,8 @@ int count(const Options& options) {
   std::vector<Tiles> tiles;
   std::vector<std::optional<TimeBound>> bounds;
   std::vector<Ledger> ledgers, lse_ledgers;
+  std::vector<Recorded> recorded;
+  std::vector<std::string> without_record;
   bool all_ok = true;
   std::string faults;
   for (const StageRun& run : runs.stages) {
@@ -215,6 +293,14 @@ int count(const Options& options) {
         } else {
           bounds.back() = time_bound(*options.card, *run.stage, p, *ledger);
           json["bound"] = bound_json(*options.card, *bounds.back());
+        }
+        const std::vector<Recorded> its = recorded_beside_bounds(
+            options, records, *run.stage, p, *ledger, bounds.back().has_value());
+        if (its.empty()) {
+          without_record.push_back(run.stage->id);
+        } else {
+          json["recorded"] = recorded_json(its);
+          recorded.insert(recorded.end(), its.begin(), its.end());
         }
       }
       if (run.run && run.run->lse_ledger) {
@@ -241,6 +327,7 @@ int count(const Options& options) {
     print("\n{}: a bound from datasheet figures, not a time\n{}", options.card->full_name,
           bound_table(ids, bounds));
     for (const std::string& line : without_bound) print("no bound: {}\n", line);
+    print_records(options, records, p, recorded, without_record);
   }
   print("{}", faults);
   print_left_out(selection);

@@ -314,6 +314,8 @@ void require_consistent(const Options& options) {
     throw std::invalid_argument(
         "--shared-memory is of the card that the model imitates; --device is cuda");
   }
+  if (options.results && !options.card)
+    throw std::invalid_argument("--results is of a card's recorded times; --card is missing");
   if (options.tune) {
     if (options.sweep) throw std::invalid_argument("--tune and --sweep exclude each other");
     if (options.variant.tiles != Tiles{})
@@ -415,8 +417,20 @@ std::optional<Options> parse(int argc, char** argv) {
             }
           },
           "H200, H100, A100, RTX4090 or T4: also shows the least time that each stage could take "
-          "there, a bound from its datasheet; the model imitates its shared memory")
+          "there, a bound from its datasheet, and the times that were recorded there; the model "
+          "imitates its shared memory")
       ->type_name("CARD");
+  count
+      ->add_option_function<std::string>(
+          "--results",
+          [&](const std::string& text) {
+            if (std::error_code error; !std::filesystem::is_directory(text, error))
+              refuse("--results", text, "a directory of recorded results");
+            options.results = text;
+          },
+          "with --card: the directory of the recorded times (default: the repository's "
+          "docs/results)")
+      ->type_name("DIR");
   bench->add_flag("--tune", options.tune,
                   "times every tile size that a stage is built for (07, 08), and shows what each "
                   "takes of registers and shared memory");

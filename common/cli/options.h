@@ -41,6 +41,9 @@ struct Options {
   std::optional<int64_t> shared_memory;  ///< of the card that the model imitates, bytes a block
   const Card* card = nullptr;            ///< whose bound count shows; the model imitates it
 
+  /// Where count looks for times recorded on `card`; not given: find_results().
+  std::optional<std::filesystem::path> results;
+
   std::optional<std::filesystem::path> json, out, lse, dq, dk, dv;
   bool sweep = false;
   bool tune = false;

@@ -275,4 +275,41 @@ std::string bound_table(const std::vector<std::string>& ids,
   return table.str();
 }
 
+Json recorded_json(const std::vector<Recorded>& times) {
+  Json list = Json::array();
+  for (const auto& [time, bound] : times) {
+    Json json = {{"file", time.file}};
+    if (!time.commit.empty()) json["commit"] = time.commit;
+    json["batch"] = time.problem.batch;
+    json["heads"] = time.problem.heads;
+    json["kv_heads"] = time.problem.kv_heads;
+    json["us"] = time.median_us;
+    if (bound) json["bound_us"] = bound->bound_us();
+    list.push_back(json);
+  }
+  return list;
+}
+
+std::string recorded_table(const std::vector<Recorded>& times) {
+  Table table({{"stage", Table::Align::left},
+               {"batch"},
+               {"heads"},
+               {"bound, us"},
+               {"recorded, us"},
+               {"recorded / bound"},
+               {"file", Table::Align::left}});
+  const auto number = [](double x) { return fmt::format("{:.4g}", x); };
+  for (const auto& [time, bound] : times) {
+    const Problem& p = time.problem;
+    std::string heads = std::to_string(p.heads);
+    if (p.kv_heads != p.heads) heads += fmt::format(" (KV {})", p.kv_heads);
+    const bool beside = bound && bound->bound_us() > 0;
+    table.add({time.stage, std::to_string(p.batch), heads, beside ? number(bound->bound_us()) : "-",
+               number(time.median_us),
+               beside ? fmt::format("{:.2f}", time.median_us / bound->bound_us()) : "-",
+               time.file});
+  }
+  return table.str();
+}
+
 }  // namespace flashsteps::cli

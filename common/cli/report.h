@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "common/cli/options.h"
+#include "common/cli/recorded.h"
 #include "common/cli/task.h"
 #include "common/reference/compare.h"
 #include "common/stage/bound.h"
@@ -70,5 +71,17 @@ Json card_json(const Card& card);
 /// it comes from. A stage without a bound shows as "-".
 std::string bound_table(const std::vector<std::string>& ids,
                         const std::vector<std::optional<TimeBound>>& bounds);
+
+/// A recorded time, and the bound of its problem where there is one.
+struct Recorded {
+  RecordedTime time;
+  std::optional<TimeBound> bound;
+};
+
+/// As a stage's "recorded".
+Json recorded_json(const std::vector<Recorded>& times);
+
+/// A recorded time a line: of which problem, the bound of that problem, the time, and their ratio.
+std::string recorded_table(const std::vector<Recorded>& times);
 
 }  // namespace flashsteps::cli

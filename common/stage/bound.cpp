@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
+#include <stdexcept>
 
 #include "common/attention/work.h"
 
@@ -71,6 +73,29 @@ TimeBound time_bound(const Card& card, const Stage& stage, const Problem& p, con
                       busy * card.fp32_tflops * 1e12);
   bound.exp_us = us(double(ledger.exp + ledger.div), busy * card.special_per_s());
   return bound;
+}
+
+TimeBound time_bound_of_more_heads(const Card& card, const Stage& stage, const Problem& p,
+                                   const Ledger& ledger, const Problem& larger) {
+  const bool same = p.seqlen_q == larger.seqlen_q && p.seqlen_k == larger.seqlen_k &&
+                    p.head_dim == larger.head_dim && p.dtype == larger.dtype &&
+                    p.causal == larger.causal &&
+                    p.heads / p.kv_heads == larger.heads / larger.kv_heads;
+  if (!same || p.batch_heads() == 0) {
+    throw std::invalid_argument(
+        "a bound grows with batch and heads alone; the problems differ in more");
+  }
+  const double factor = double(larger.batch_heads()) / double(p.batch_heads());
+  const auto grow = [&](int64_t& count) { count = std::llround(double(count) * factor); };
+  Ledger grown = ledger;
+  for (BytesByTensor* table : {&grown.global_read, &grown.global_written}) {
+    for (auto& [tensor, bytes] : *table) grow(bytes);
+  }
+  for (int64_t* count :
+       {&grown.atomic_bytes, &grown.mma_flops, &grown.exp, &grown.div, &grown.grid_blocks}) {
+    grow(*count);
+  }
+  return time_bound(card, stage, larger, grown);
 }
 
 std::optional<std::string> why_no_bound(const Card& card, const Problem& p, const Ledger& ledger) {

@@ -39,6 +39,15 @@ struct TimeBound {
 TimeBound time_bound(const Card& card, const Stage& stage, const Problem& problem,
                      const Ledger& ledger);
 
+/// The bound on `larger`, a problem that is `problem` but for its batch and its heads, without
+/// running it: each (batch, head) does the same work, so every count grows with their number.
+///
+/// \param ledger of the stage on `problem`
+///
+/// \throws std::invalid_argument where the two differ in more, or in the queries to a KV head
+TimeBound time_bound_of_more_heads(const Card& card, const Stage& stage, const Problem& problem,
+                                   const Ledger& ledger, const Problem& larger);
+
 /// Which instruction of the ledger the card lacks, so that what was counted cannot run there;
 /// nothing where it has them all.
 std::optional<std::string> why_no_bound(const Card& card, const Problem& problem,
