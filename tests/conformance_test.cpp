@@ -2,6 +2,7 @@
 // lengths, masks, grouped heads, strides, scales. Each case compares all of O and L with the
 // oracle.
 #include <set>
+#include <tuple>
 
 #include "conformance_cases.h"
 
@@ -174,6 +175,35 @@ TEST_P(Conformance, RunsAreBitwiseEqual) {
     const Outputs again = run_forward(device(), stage(), p, inputs).outputs;
     ASSERT_EQ(again.o, first.o);
     ASSERT_EQ(again.l, first.l);
+  }
+}
+
+// On a card, with more row blocks than multiprocessors, so that blocks run beside and after one
+// another in an order that is the card's: 1000 launches, each over memory that holds NaN.
+TEST_P(Conformance, LaunchesAreBitwiseEqual) {
+  if (stage().target == Target::model) GTEST_SKIP() << "the order of blocks is the model's own";
+  for (const auto& [head_dim, causal, dtype] :
+       {std::tuple{64, true, DType::bf16}, {128, false, DType::fp16}}) {
+    SCOPED_TRACE(testing::Message() << "d " << head_dim << " causal " << causal);
+    const Problem p = problem_of(3, 8, 4, 1000, 1100, head_dim, causal, dtype);
+    const Inputs inputs = make_inputs(p, InputKind::moving_max, 9);
+    ForwardBuffers buffers(device(), stage(), p);
+    buffers.upload(inputs);
+    const auto launched = [&] {
+      buffers.poison_outputs();
+      stage().forward(p, buffers.args(), nullptr);
+      if (stage().lse) stage().lse(p, buffers.args(), nullptr);
+      device().synchronize();
+      return buffers.download();
+    };
+    const Outputs first = launched();
+    EXPECT_EQ(compare(p, make_oracle(p, inputs, sampled_rows(p, 128, 9)), first).describe(), "");
+    for (int launch = 1; launch < 1000; ++launch) {
+      const Outputs again = launched();
+      // No EXPECT_EQ: it would print millions of elements.
+      ASSERT_TRUE(again.o == first.o) << "O of launch " << launch << " differs from the first";
+      ASSERT_TRUE(again.l == first.l) << "L of launch " << launch << " differs from the first";
+    }
   }
 }
 

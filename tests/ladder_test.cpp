@@ -3,9 +3,10 @@
 
 #include "stage_suite.h"
 
-#ifdef FLASHSTEPS_HAS_MODEL
 namespace flashsteps {
 namespace {
+
+#ifdef FLASHSTEPS_HAS_MODEL
 
 // Each of the first changes saves traffic: bytes of global memory, read and written, fall from 01
 // to 05.
@@ -68,7 +69,66 @@ TEST(Ladder, EveryForwardStageFeedsTheBackwardPass) {
   }
   EXPECT_GE(pairs, 11) << "every stage of the ladder is to be linked into this test";
 }
+#endif
+
+// Case P20 for a whole step of training, on a card with more blocks than multiprocessors: a forward
+// pass and the backward pass on what it left, 100 times, give the same bits of O, L, dK and dV, and
+// of dQ where it is summed in a fixed order.
+TEST(Ladder, cuda_forward_and_backward_are_bitwise_equal) {
+  std::string reason;
+  Device* const device = device_for(Target::cuda, &reason);
+  if (!device) GTEST_SKIP() << reason;
+  int pairs = 0;
+  for (const int head_dim : {64, 128}) {
+    const Problem p = problem_of(3, 8, 4, 1000, 1100, head_dim, head_dim == 64, DType::bf16);
+    const GradientStrides strides = strides_of_tensors(p);
+    const Inputs inputs = make_inputs(p, InputKind::moving_max, 9);
+    const Stage* const forward = last_forward_stage(p, device->info());
+    ASSERT_TRUE(forward);
+    for (const Stage* stage : stages_for(Target::cuda)) {
+      if (!is_backward(*stage) || why_not(*stage, p, device->info())) continue;
+      ForwardBuffers there(*device, *forward, p);
+      there.upload(inputs);
+      for (const Variant& variant : kBackwardVariants) {
+        SCOPED_TRACE(testing::Message() << forward->id << " before " << stage->id << " d "
+                                        << head_dim << ", dQ " << name_of_variant(variant));
+        BackwardBuffers back(*device, *stage, p, strides, variant);
+        BackwardInputs given{.d_o = make_d_o(p, strides, 9), .forward = {}};
+        const auto step = [&] {
+          there.poison_outputs();
+          forward->forward(p, there.args(), nullptr);
+          if (forward->lse) forward->lse(p, there.args(), nullptr);
+          device->synchronize();
+          given.forward = there.download();
+          back.upload(inputs, given);
+          back.poison_outputs();
+          stage->backward(p, strides, back.args(), nullptr);
+          device->synchronize();
+          return back.download();
+        };
+        const Gradients first = step();
+        const Outputs first_forward = given.forward;
+        const GradientOracles oracles =
+            make_gradient_oracles(p, strides, inputs, given.d_o, row_statistics(p, strides, given),
+                                  affordable_gradient_rows(p, 9));
+        EXPECT_EQ(compare(p, strides, oracles, first).describe(), "");
+        for (int i = 1; i < 100; ++i) {
+          const Gradients again = step();
+          // No EXPECT_EQ: it would print millions of elements.
+          ASSERT_TRUE(given.forward.o == first_forward.o) << "O of step " << i;
+          ASSERT_TRUE(given.forward.l == first_forward.l) << "L of step " << i;
+          ASSERT_TRUE(again.dk == first.dk) << "dK of step " << i;
+          ASSERT_TRUE(again.dv == first.dv) << "dV of step " << i;
+          if (variant.deterministic) {
+            ASSERT_TRUE(again.dq == first.dq) << "dQ of step " << i;
+          }
+        }
+        ++pairs;
+      }
+    }
+  }
+  EXPECT_GE(pairs, 4) << "a stage of the backward pass is to be linked into this test";
+}
 
 }  // namespace
 }  // namespace flashsteps
-#endif
