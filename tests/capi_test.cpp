@@ -89,7 +89,7 @@ void expect_ok(flashsteps_status status) {
 }
 
 TEST(Capi, Version) {
-  EXPECT_EQ(flashsteps_version(), 200);
+  EXPECT_EQ(flashsteps_version(), FLASHSTEPS_VERSION);
   EXPECT_TRUE(std::regex_match(flashsteps_commit(), std::regex("([0-9a-f]{40}(-dirty)?)?")))
       << flashsteps_commit();
 }

@@ -26,6 +26,10 @@
 #include "common/model/model.h"
 #endif
 
+static_assert(FLASHSTEPS_VERSION == 10000 * FLASHSTEPS_VERSION_MAJOR +
+                                        100 * FLASHSTEPS_VERSION_MINOR + FLASHSTEPS_VERSION_PATCH,
+              "flashsteps.h has the version of the project");
+
 namespace {
 
 using namespace flashsteps;
@@ -503,12 +507,16 @@ std::string ids_for(Target target, bool backward) {
   return ids;
 }
 
-const char* ids_for(int32_t target, bool backward) {
-  static const std::string ids[2][2] = {
-      {ids_for(Target::model, false), ids_for(Target::model, true)},
-      {ids_for(Target::cuda, false), ids_for(Target::cuda, true)}};
+const char* ids_for(int32_t target, bool backward) noexcept {
   if (target != FLASHSTEPS_MODEL && target != FLASHSTEPS_CUDA) return "";
-  return ids[target == FLASHSTEPS_CUDA][backward].c_str();
+  try {
+    static const std::string ids[2][2] = {
+        {ids_for(Target::model, false), ids_for(Target::model, true)},
+        {ids_for(Target::cuda, false), ids_for(Target::cuda, true)}};
+    return ids[target == FLASHSTEPS_CUDA][backward].c_str();
+  } catch (...) {  // no memory for the lists; the next call tries again
+    return "";
+  }
 }
 
 template <typename Args>
@@ -592,8 +600,7 @@ const char* flashsteps_backward_stages(int32_t target) {
 }
 
 int32_t flashsteps_version() {
-  return 10000 * FLASHSTEPS_VERSION_MAJOR + 100 * FLASHSTEPS_VERSION_MINOR +
-         FLASHSTEPS_VERSION_PATCH;
+  return FLASHSTEPS_VERSION;
 }
 
 const char* flashsteps_commit() {

@@ -25,6 +25,10 @@ extern "C" {
 /// Marks what the library exports.
 #define FLASHSTEPS_API __attribute__((visibility("default")))
 
+/// The version of this header, 10000 * major + 100 * minor + patch. A library whose
+/// flashsteps_version() has the same major number and is not older has all that this header says.
+#define FLASHSTEPS_VERSION 200
+
 /// What functions return; the same numbers as the exit status of the project's programs.
 typedef enum flashsteps_status {
   FLASHSTEPS_OK = 0,
@@ -227,7 +231,7 @@ FLASHSTEPS_API const char* flashsteps_stages(int32_t target);
 /// The same of the stages of the backward pass.
 FLASHSTEPS_API const char* flashsteps_backward_stages(int32_t target);
 
-/// The library's version, 10000 * major + 100 * minor + patch.
+/// The library's version, as FLASHSTEPS_VERSION is the header's.
 FLASHSTEPS_API int32_t flashsteps_version(void);
 
 /// The commit that the library was built from: 40 digits, with "-dirty" where files differed from
