@@ -27,7 +27,7 @@ from pathlib import Path
 
 # Gone from every handout: what tells solutions or results, and what a student has no use for.
 DROPPED = ('.ci/', '.github/', 'course/', 'python/', 'common/capi/', 'docs/results/', 'docs/claims.md', 'docs/cases.md',
-           'docs/labs.md')
+           'docs/labs.md', 'docs/python.md')
 # Of the tests, what the rules of the house and the suite of a stage need, besides the suite's own sources.
 KEPT_TESTS = ('tests/CMakeLists.txt', 'tests/main.cpp', 'tests/stage_suite.h', 'tests/equivalent_mutants.md', 'tests/house_test.sh',
               'tests/data/')

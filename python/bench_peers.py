@@ -40,8 +40,8 @@ import sys
 from typing import NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-import flashsteps_abi as abi  # noqa: E402
 import plot_peers  # noqa: E402
+from flashsteps import abi  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PEERS = ("flash", "cudnn", "math", "math16")

@@ -23,8 +23,8 @@ LIBRARY = os.environ.get("FLASHSTEPS_LIBRARY")
 
 sys.path.insert(0, str(ROOT / "python"))
 import bench_peers  # noqa: E402
-import flashsteps_abi as abi  # noqa: E402
 import lesson_tables  # noqa: E402
+from flashsteps import abi  # noqa: E402
 
 PROBLEM = {"batch": 1, "heads": 2, "seqlen_q": 256, "seqlen_k": 256, "head_dim": 64,
            "dtype": "fp16", "causal": False}

@@ -23,6 +23,26 @@ class Error(RuntimeError):
         self.status = status
 
 
+class BadInput(Error, ValueError):
+    """What was given is not allowed (status BAD_INPUT)."""
+
+    def __init__(self, message):
+        super().__init__(BAD_INPUT, message)
+
+
+class Unavailable(Error):
+    """It cannot be done here: no card, one that lacks what the stage needs, or no such library (status UNAVAILABLE)."""
+
+    def __init__(self, message):
+        super().__init__(UNAVAILABLE, message)
+
+
+def error_of(status, message):
+    """The exception for a flashsteps_status other than OK."""
+    kinds = {BAD_INPUT: BadInput, UNAVAILABLE: Unavailable}
+    return kinds[status](message) if status in kinds else Error(status, message)
+
+
 class Strides(ctypes.Structure):
     """flashsteps_strides: batch, head and row stride, in elements."""
     _fields_ = [("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64)]
@@ -69,7 +89,8 @@ class BackwardArgs(ctypes.Structure):
 
 
 class Library:
-    """The library in one file. Raises Error(BAD_INPUT) where it is not there or not ours."""
+    """The library in one file. Raises BadInput where it is not there or not ours. Its methods may be called from any
+    thread; Python's other threads run meanwhile."""
 
     def __init__(self, path):
         self.path = pathlib.Path(path).resolve()
@@ -87,15 +108,15 @@ class Library:
                 function = getattr(self._library, f"flashsteps_{name}")
                 function.argtypes, function.restype = arguments, result
         except (OSError, AttributeError) as error:
-            raise Error(BAD_INPUT, f"{path} cannot be loaded: {error}") from None
+            raise BadInput(f"{path} cannot be loaded: {error}") from None
         self.version = self._library.flashsteps_version()
         if self.version < VERSION:
-            raise Error(BAD_INPUT, f"{path} is version {self.version}; {VERSION} or newer is needed")
+            raise BadInput(f"{path} is version {self.version}; {VERSION} or newer is needed")
         self.commit = self._library.flashsteps_commit().decode()
 
     def _check(self, status):
         if status != OK:
-            raise Error(status, self._library.flashsteps_last_error().decode())
+            raise error_of(status, self._library.flashsteps_last_error().decode(errors="replace"))
 
     def forward(self, args):
         """Queues the forward pass on args.stream (or runs it, on the CPU model)."""
