@@ -5,12 +5,16 @@
     python3 python/bench_peers.py --ladder --json steps.json                 03 to 08, each beside the one before
     python3 python/bench_peers.py --math                                     02d and 08 beside PyTorch's math attention
     python3 python/bench_peers.py --pass bwd                                 the backward pass: 09, and 09 deterministic
+    python3 python/bench_peers.py --pass both                                08, 10e and 09 beside their peers in one run
+    python3 python/bench_peers.py --peer-module flash_attn                   another module's flash_attn_func as one more column
 
 A stage is called through libflashsteps.so, on torch's tensors and stream. `--stage` takes ids between commas, each with a
 variant if wanted: `07:64x64` is 07 with these tiles, `05:bh` is 05 with the grid of 04, `09:det` is 09 with dQ summed in a
 fixed order. Peers are backends of
-scaled_dot_product_attention: `flash` (FlashAttention-2), `cudnn`, `math` as it comes (it computes 16-bit inputs in fp32),
-`math16` (all of it in 16 bits).
+scaled_dot_product_attention: `flash` (FlashAttention-2), `cudnn`, `efficient` (memory-efficient attention), `math` as it comes
+(it computes 16-bit inputs in fp32), `math16` (all of it in 16 bits). With `--peer-module` they are also modules that have
+flash-attn's `flash_attn_func(q, k, v, softmax_scale=…, causal=…)` on tensors (batch, seqlen, heads, head_dim). A peer that cannot
+be imported, or that does not run a cell, is marked absent, with the reason, in the table and in the JSON file.
 
 The method is that of docs/method.md: device events around launches back to back behind a spinning kernel, warm, on random
 normal inputs that rotate through more than the L2 cache; rounds that time everybody in turn; a ratio is the median over the
@@ -27,6 +31,8 @@ Exit status: 0 all right, 1 a stage gave wrong values, 2 bad input, 3 no torch, 
 """
 import argparse
 import contextlib
+import copy
+import importlib
 import json
 import math
 import os
@@ -44,7 +50,7 @@ import plot_peers  # noqa: E402
 from flashsteps import abi  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PEERS = ("flash", "cudnn", "math", "math16")
+PEERS = ("flash", "cudnn", "efficient", "math", "math16")
 HEAD_DIMS = (64, 128)
 MASKS = ("none", "causal")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -290,7 +296,7 @@ def backend_of(torch, name):
     RuntimeError."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     backend = {"math": SDPBackend.MATH, "math16": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
-               "cudnn": SDPBackend.CUDNN_ATTENTION}[name]
+               "cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}[name]
     allow = getattr(torch.backends.cuda, "allow_fp16_bf16_reduction_math_sdp", None)
     if name == "math16" and not allow:
         raise RuntimeError(f"torch {torch.__version__} has no such mode; its math computes in 16 bits")
@@ -303,6 +309,29 @@ def backend_of(torch, name):
             yield
 
     return context
+
+
+def import_peers(names):
+    """The modules of --peer-module: ({name: its flash_attn_func}, {name: why it is absent}, {name: its version, where it tells}).
+    Raises ValueError for a module that has no such function."""
+    functions, absent, versions = {}, {}, {}
+    for name in names:
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:  # pylint: disable=broad-except  (whatever a module does while it is imported)
+            absent[name] = first_line(error)
+            continue
+        functions[name] = getattr(module, "flash_attn_func", None)
+        if not callable(functions[name]):
+            raise ValueError(f"module {name} has no flash_attn_func")
+        if getattr(module, "__version__", None):
+            versions[name] = str(module.__version__)
+    return functions, absent, versions
+
+
+def first_line(error):
+    """What an exception says, in one line; where it says nothing, its name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class Bench:
@@ -325,7 +354,7 @@ class Bench:
         self.workspace = None
         self.heads = sampled_heads(cell, options.seed)
         self.truth = None
-        self.left_out = {}
+        self.left_out, self.absent = {}, dict(options.absent)
 
     def tensor(self):
         """Random normal values, as a tensor (batch, heads, seqlen, head_dim) that lies in memory as --layout says."""
@@ -385,11 +414,26 @@ class Bench:
 
     # --- peers ---
 
+    def peer_call(self, run):
+        """A peer's forward pass on tensors (batch, heads, seqlen, head_dim), and the context in which it runs. Raises
+        RuntimeError where torch has no such backend."""
+        causal, scale, function = self.cell.causal, self.scale, self.options.functions.get(run.name)
+        if function is None:
+            from torch.nn.functional import scaled_dot_product_attention
+            return (lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale),
+                    backend_of(self.torch, run.name))
+
+        def call(q, k, v):
+            swapped = (x.transpose(1, 2) for x in (q, k, v))
+            output = function(*swapped, softmax_scale=scale, causal=causal)
+            return (output[0] if isinstance(output, tuple) else output).transpose(1, 2)  # some return L, too
+
+        return call, contextlib.nullcontext
+
     def peer(self, run):
-        """The contender of a backend of scaled_dot_product_attention. Raises RuntimeError where it cannot run."""
+        """The contender of a peer. Raises whatever the peer raises where it cannot run."""
         torch = self.torch
-        from torch.nn.functional import scaled_dot_product_attention
-        forward_context = backend_of(torch, run.name)
+        call, forward_context = self.peer_call(run)
 
         @contextlib.contextmanager
         def context():
@@ -397,8 +441,7 @@ class Bench:
                 yield
 
         def launch(i):
-            q, k, v = self.sets[i % len(self.sets)]
-            return scaled_dot_product_attention(q, k, v, is_causal=self.cell.causal, scale=self.scale)
+            return call(*self.sets[i % len(self.sets)])
 
         contender = Contender(run, launch, context)
         with context():
@@ -469,11 +512,13 @@ class Bench:
     # --- times ---
 
     def run(self, stopwatch, runs, progress):
-        """Checks and times everybody; returns the contenders that were timed. `left_out` says why others were not."""
-        stages = self.make_workspace([run for run in runs if run.stage])
+        """Checks and times everybody; returns the contenders that were timed. `left_out` and `absent` say why others were
+        not: the first of what could have been timed in another cell or on another card, the second of peers that are not
+        there."""
+        torch, stages = self.torch, self.make_workspace([run for run in runs if run.stage])
         contenders = []
         for run in runs:
-            if run.stage and run not in stages:
+            if run.name in self.absent or (run.stage and run not in stages):
                 continue
             try:
                 contender = self.stage(run) if run.stage else self.peer(run)
@@ -483,15 +528,12 @@ class Bench:
                 with contender.context():
                     contender.plan = stopwatch.warm_up(contender.launch, self.options.measurement_ms)
                 contenders.append(contender)
-            except abi.Error as error:
-                if error.status != abi.UNAVAILABLE:
+            except Exception as error:  # pylint: disable=broad-except  (a peer may raise anything)
+                if run.stage and not (isinstance(error, abi.Error) and error.status == abi.UNAVAILABLE):
                     raise
-                self.left_out[run.name] = str(error)
-            except RuntimeError as error:  # no such backend, or out of memory
-                if run.stage:
-                    raise
-                self.left_out[run.name] = (str(error).strip().splitlines() or ["it said nothing"])[0]
-                self.torch.cuda.empty_cache()
+                why = self.left_out if run.stage or isinstance(error, torch.cuda.OutOfMemoryError) else self.absent
+                why[run.name] = first_line(error)
+                torch.cuda.empty_cache()
         self.truth = None  # its memory is not needed any more
         for number in range(self.options.rounds):
             # There and back: nobody always follows the same one.
@@ -567,13 +609,12 @@ class BackwardBench(Bench):
         return contender
 
     def peer(self, run):
-        torch = self.torch
-        from torch.nn.functional import scaled_dot_product_attention
-        graphs = []
-        with backend_of(torch, run.name)():
+        torch, graphs = self.torch, []
+        call, forward_context = self.peer_call(run)
+        with forward_context():
             for tensors in self.sets:
                 leaves = tuple(x.detach().requires_grad_() for x in tensors)
-                graphs.append((scaled_dot_product_attention(*leaves, is_causal=self.cell.causal, scale=self.scale), leaves))
+                graphs.append((call(*leaves), leaves))
 
         def launch(i):
             output, leaves = graphs[i % len(graphs)]
@@ -676,14 +717,14 @@ def describe_card(torch):
 # --- the report ------------------------------------------------------------------------------------------------
 
 
-def cell_report(cell, contenders, left_out, options, ceilings):
+def cell_report(cell, contenders, left_out, absent, options, ceilings):
     """The cell's part of the JSON file."""
     report = {"setting": cell.setting,
               "problem": {"batch": cell.batch, "heads": cell.heads, "kv_heads": cell.heads, "seqlen_q": cell.seqlen,
                           "seqlen_k": cell.seqlen, "head_dim": cell.head_dim, "dtype": options.dtype,
                           "causal": cell.causal, "layout": options.layout, "pass": options.direction,
                           "flops": cell.flops(options.backward)},
-              "runs": [], "speedups": {}, "left_out": left_out}
+              "runs": [], "speedups": {}, "left_out": left_out, "absent": absent}
     for contender in contenders:
         ms = statistics.median(contender.round_ms)
         tflops = cell.flops(options.backward) / ms / 1e9
@@ -712,20 +753,20 @@ def time_cell(torch, library, stopwatch, options, cell, ceilings, progress):
                 raise
             return None
 
-    bench, contenders = None, []
+    bench, contenders, absent = None, [], dict(options.absent)
     try:
         runs = ladder_runs(options.runs, cell, tiles_of) if options.ladder else options.runs
         runs = runs + [Run(name) for name in options.peers]
         bench = (BackwardBench if options.backward else Bench)(torch, library, options, cell)
         contenders = bench.run(stopwatch, runs, progress)
-        left_out = bench.left_out
+        left_out, absent = bench.left_out, bench.absent
     except abi.Error as error:
         refuse(str(error), error.status)
     except torch.cuda.OutOfMemoryError as error:
-        left_out = {"all": str(error).strip().splitlines()[0]}
+        left_out = {"all": first_line(error)}
     except RuntimeError as error:  # of CUDA: nothing more can be run on the card
-        refuse(str(error).strip().splitlines()[0], 1)
-    report = cell_report(cell, contenders, left_out, options, ceilings)
+        refuse(first_line(error), 1)
+    report = cell_report(cell, contenders, left_out, absent, options, ceilings)
     # Memory goes back to the card: the next cell's workspaces are large.
     del bench, contenders
     torch.cuda.empty_cache()
@@ -737,8 +778,8 @@ def problem_name(problem):
             f"{'causal' if problem['causal'] else 'no mask'}")
 
 
-def notes(report):
-    """What must be said beside a cell's figures."""
+def notes(report, told=()):
+    """What must be said beside a cell's figures, but for the absence of the peers that was told before."""
     for run in report["runs"]:
         if not run["check"]["ok"]:
             yield f"{run['name']}: its error is {run['check']['share_of_bound']:.1f} of the bound"
@@ -748,6 +789,9 @@ def notes(report):
             yield f"{run['name']}: the host's own time may be part of it"
     for name, reason in report["left_out"].items():
         yield f"{name}: left out: {reason}"
+    for name, reason in report["absent"].items():
+        if name not in told:
+            yield f"{name}: absent: {reason}"
 
 
 class BesideTable:
@@ -756,18 +800,22 @@ class BesideTable:
     def __init__(self, names, peers):
         self.names, self.pairs = names, [(name, peer) for name in names if name not in peers for peer in peers]
         print(f"\n{'d':>4} {'mask':6} {'N':>6} {'batch':>5} {'heads':>5}"
-              + "".join(f"{name + ' ms':>13}{'TFLOP/s':>8}" for name in names)
-              + "".join(f"{stage + '/' + peer:>18}" for stage, peer in self.pairs), flush=True)
+              + "".join(f"{' ' + name + ' ms':>13}{'TFLOP/s':>8}" for name in names)
+              + "".join(f"{' ' + stage + '/' + peer:>18}" for stage, peer in self.pairs), flush=True)
 
     def add(self, report):
         problem, runs = report["problem"], {run["name"]: run for run in report["runs"]}
         line = (f"{problem['head_dim']:4} {'causal' if problem['causal'] else 'none':6} {problem['seqlen_q']:6} "
                 f"{problem['batch']:5} {problem['heads']:5}")
         for name in self.names:
-            line += f"{runs[name]['median_ms']:13.4f}{runs[name]['tflops']:8.1f}" if name in runs else f"{'-':>13}{'-':>8}"
+            width = max(13, len(name) + 4)
+            if name in runs:
+                line += f"{runs[name]['median_ms']:{width}.4f}{runs[name]['tflops']:8.1f}"
+            else:
+                line += f"{'absent' if name in report['absent'] else '-':>{width}}{'-':>8}"
         for stage, peer in self.pairs:
-            ratio = report["speedups"].get(stage, {}).get(peer)
-            line += f"{ratio:18.3f}" if ratio else f"{'-':>18}"
+            width, ratio = max(18, len(stage) + len(peer) + 2), report["speedups"].get(stage, {}).get(peer)
+            line += f"{ratio:{width}.3f}" if ratio else f"{'-':>{width}}"
         print(line, flush=True)
 
     def end(self, reports):
@@ -879,6 +927,35 @@ class Parser(argparse.ArgumentParser):
         refuse(message.removeprefix("argument "))
 
 
+def defaults(options):
+    """What a mode and a pass mean: settings, stages, peers, and the layout where none is given."""
+    if options.ladder:
+        settings, stages, peers, layout = ["full", "few", "course"], {"fwd": "03,04,05,06,07,08"}, [], "bshd"
+    elif options.math:
+        stages = {"fwd": "02d,08", "bwd": "09,09:det", "both": "02d,08,09,09:det"}
+        settings, peers, layout = ["math"], ["math", "math16"] if options.direction == "fwd" else ["math"], "bhsd"
+    else:
+        stages = {"fwd": "08", "bwd": "09,09:det", "both": "08,10e,09,09:det"}
+        settings, peers, layout = ["course"], ["flash", "cudnn"], "bshd"
+    return settings, stages[options.direction], peers, options.layout or layout
+
+
+def words_of_passes(text, known):
+    """{"fwd": …, "bwd": …}: the words of --stage by the pass that their stages are of; `known` has the ids of both. What is of
+    neither goes with the forward pass, for resolve() to tell."""
+    words = {"fwd": [], "bwd": []}
+    for word in text.split(","):
+        stage = re.match(r"\d*[a-z]?", word)[0]
+        words["bwd" if not ids_of(stage, known["fwd"]) and ids_of(stage, known["bwd"]) else "fwd"].append(word)
+    return {direction: ",".join(its) for direction, its in words.items() if its}
+
+
+def set_pass(options, direction, stages):
+    """Makes the options those of one pass. Raises ValueError."""
+    options.direction, options.backward = direction, direction == "bwd"
+    options.runs = parse_runs(stages, options.tiles, options.grid == "bh", options.backward)
+
+
 def parse(arguments=None):
     parser = Parser(description=__doc__.splitlines()[0], epilog="docs/method.md tells how it measures.")
     mode = parser.add_mutually_exclusive_group()
@@ -886,13 +963,15 @@ def parse(arguments=None):
     mode.add_argument("--math", action="store_true", help="02d and 08 beside PyTorch's math attention, N 2048, d 128")
     parser.add_argument("--library", default=ROOT / "build/cuda/lib/libflashsteps.so", metavar="FILE",
                         help="libflashsteps.so (default: %(default)s)")
-    parser.add_argument("--pass", dest="direction", choices=("fwd", "bwd"), default="fwd",
-                        help="which pass is timed (default: fwd)")
+    parser.add_argument("--pass", dest="direction", choices=("fwd", "bwd", "both"), default="fwd",
+                        help="which pass is timed (default: fwd); both: one after the other, each stage in its own")
     parser.add_argument("--stage", help="stages between commas, as in 02d,07:64x64,08 or 09,09:det (default: by mode)")
     parser.add_argument("--tiles", type=tile_sizes, metavar="BRxBC", help="tiles of the stages from 07 on")
     parser.add_argument("--grid", choices=("bh",), help="bh: times 05 in the grid of 04, too")
     parser.add_argument("--peers", type=lambda text: a_list(str, PEERS)(text) if text else [],
                         help=f"of {', '.join(PEERS)}; '' for none (default: by mode)")
+    parser.add_argument("--peer-module", action="append", default=[], metavar="NAME",
+                        help="a module whose flash_attn_func is one more peer; may be given again")
     parser.add_argument("--setting", type=a_list(str, SETTINGS), help="course: batch x N = 16384, heads x d = 2048; full: four "
                         "blocks an SM for 04; few: batch 1, 8 heads, N 16384; math: batch 4, 16 heads (default: by mode)")
     parser.add_argument("--seqlen", type=a_list(int), help="lengths between commas, in place of the setting's")
@@ -908,31 +987,38 @@ def parse(arguments=None):
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     parser.add_argument("--svg", metavar="FILE", help="draw it there; needs gnuplot")
     options = parser.parse_args(arguments)
-    options.backward = options.direction == "bwd"
-    if options.backward and (options.ladder or options.grid):
-        refuse(f"--pass bwd has no {'--ladder' if options.ladder else '--grid'}: it is of the forward pass")
-    settings, stages, peers, layout = (
-        (["full", "few", "course"], "03,04,05,06,07,08", [], "bshd") if options.ladder else
-        (["math"], "02d,08", ["math", "math16"], "bhsd") if options.math else
-        (["course"], "08", ["flash", "cudnn"], "bshd"))
-    if options.backward:
-        stages, peers = "09,09:det", ["math"] if options.math else peers
-    options.layout = options.layout or layout
+    if options.direction != "fwd" and (options.ladder or options.grid):
+        refuse(f"--pass {options.direction} has no {'--ladder' if options.ladder else '--grid'}: it is of the forward pass")
+    settings, stages, peers, options.layout = defaults(options)
     options.peers = peers if options.peers is None else options.peers
+    options.peer_module = list(dict.fromkeys(options.peer_module))
+    for name in options.peer_module:
+        if name in PEERS:
+            refuse(f"--peer-module: {name} is a backend of PyTorch's; --peers takes it")
+    options.peers = options.peers + options.peer_module
+    settings = options.setting or settings
+    options.stage = options.stage or stages
+    options.functions, options.absent = {}, {}
     try:
-        options.runs = parse_runs(options.stage or stages, options.tiles, options.grid == "bh", options.backward)
+        if options.direction != "both":  # there the library must say which stage is of which pass
+            set_pass(options, options.direction, options.stage)
     except ValueError as error:
         refuse(f"--stage: {error}")
-    options.cells = [cell for setting in options.setting or settings
+    options.cells = [cell for setting in settings
                      for cell in cells_of(setting, options.seqlen, options.head_dim, options.mask, options.batch, options.heads)]
     return options
+
+
+def ids_of(stage, known):
+    """Of the known ids, those that a stage's number, or its number and letter, mean."""
+    return [name for name in known if name == stage or (len(stage) == 2 and name.startswith(stage))]
 
 
 def resolve(runs, known):
     """A number without a letter means the last step of that stage. Raises ValueError."""
     resolved = []
     for run in runs:
-        ids = [name for name in known if name == run.stage or (len(run.stage) == 2 and name.startswith(run.stage))]
+        ids = ids_of(run.stage, known)
         if not ids:
             raise ValueError(f"there is no stage {run.stage!r}{' of the backward pass' if run.backward else ''}; there are "
                              f"{', '.join(known) or 'none'}")
@@ -950,12 +1036,17 @@ def main(arguments=None):
         refuse("torch sees no CUDA card", 3)
     try:
         library = abi.Library(options.library)
-        known = library.backward_stages if options.backward else library.stages
-        options.runs = resolve(options.runs, known(abi.CUDA))
+        passes = passes_of(options, library)
     except abi.Error as error:
         refuse(f"--library: {error}")
     except ValueError as error:
         refuse(f"--stage: {error}")
+    try:
+        functions, absent, versions = import_peers(options.peer_module)
+    except ValueError as error:
+        refuse(f"--peer-module: {error}")
+    for its in passes:
+        its.functions, its.absent = functions, absent
 
     torch.set_float32_matmul_precision("highest")  # the reference is fp32, not TF32
     torch.manual_seed(options.seed)
@@ -965,32 +1056,21 @@ def main(arguments=None):
           f"commit {library.commit[:12] or 'unknown'}; {options.dtype}, layout {','.join(options.layout)}")
     ceilings = measure_ceilings(torch, stopwatch, options)
     print(f"ceilings, same run: copy {ceilings['copy_tb_per_s']:.2f} TB/s, bf16 product {ceilings['matmul_tflops']:.0f} TFLOP/s")
+    for name, reason in absent.items():
+        print(f"{name}: absent: {reason}")
 
     result = {"device": card, "commit": library.commit, "command": command,
               "method": {"rounds": options.rounds, "measurement_ms": options.measurement_ms, "warmup_ms": WARMUP_MS,
                          "seed": options.seed, "ratio": "median over the rounds of the ratio of milliseconds"},
-              "ceilings": ceilings, "cells": []}
+              "ceilings": ceilings,
+              "peers": {name: {"absent": absent[name]} if name in absent else
+                        {"version": versions[name]} if name in versions else {} for name in options.peers},
+              "cells": []}
     if not library.commit:
         del result["commit"]
-    table = LadderTable() if options.ladder else BesideTable([run.name for run in options.runs] + options.peers, options.peers)
     wrong = False
-    for number, cell in enumerate(options.cells):
-
-        def progress(text, where=f"cell {number + 1} of {len(options.cells)}"):
-            if sys.stderr.isatty():
-                print(f"\r\x1b[K{where}, {text}" if text else "\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-        report = time_cell(torch, library, stopwatch, options, cell, ceilings, progress)
-        progress("")
-        result["cells"].append(report)
-        wrong |= any(reason.startswith("WRONG") for reason in report["left_out"].values())
-        if report["runs"]:
-            table.add(report)
-        for note in notes(report):
-            print(f"{problem_name(report['problem'])}: {note}", flush=True)
-        if options.json:  # after each cell: what is interrupted keeps what it has
-            write_beside(options.json, json.dumps(result, indent=1) + "\n")
-    table.end(result["cells"])
+    for its in passes:
+        wrong |= time_pass(torch, library, stopwatch, its, ceilings, result)
     if not any(report["runs"] for report in result["cells"]):
         refuse("nothing could be timed; the lines above say why", 1 if wrong else 3)
     if options.svg:
@@ -999,6 +1079,44 @@ def main(arguments=None):
         except plot_peers.NoPicture as error:
             print(f"bench_peers.py: no picture: {error}", file=sys.stderr)
     sys.exit(1 if wrong else 0)
+
+
+def passes_of(options, library):
+    """The options of each pass that is timed. Raises ValueError."""
+    known = {"fwd": library.stages(abi.CUDA), "bwd": library.backward_stages(abi.CUDA)}
+    passes = []
+    words = {options.direction: options.stage} if options.direction != "both" else words_of_passes(options.stage, known)
+    for direction, stages in words.items():
+        its = copy.copy(options)
+        set_pass(its, direction, stages)
+        its.runs = resolve(its.runs, known[direction])
+        passes.append(its)
+    return passes
+
+
+def time_pass(torch, library, stopwatch, options, ceilings, result):
+    """Times the cells of one pass, prints its table and adds them to the result. Returns whether a stage gave wrong values."""
+    table = LadderTable() if options.ladder else BesideTable([run.name for run in options.runs] + options.peers, options.peers)
+    reports, wrong = [], False
+    for number, cell in enumerate(options.cells):
+
+        def progress(text, where=f"cell {number + 1} of {len(options.cells)}"):
+            if sys.stderr.isatty():
+                print(f"\r\x1b[K{where}, {text}" if text else "\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+        report = time_cell(torch, library, stopwatch, options, cell, ceilings, progress)
+        progress("")
+        reports.append(report)
+        result["cells"].append(report)
+        wrong |= any(reason.startswith("WRONG") for reason in report["left_out"].values())
+        if report["runs"]:
+            table.add(report)
+        for note in notes(report, options.absent):
+            print(f"{problem_name(report['problem'])}: {note}", flush=True)
+        if options.json:  # after each cell: what is interrupted keeps what it has
+            write_beside(options.json, json.dumps(result, indent=1) + "\n")
+    table.end(reports)
+    return wrong
 
 
 if __name__ == "__main__":

@@ -24,14 +24,20 @@ def quoted(text):
     return '"' + str(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
+def passes_of(result):
+    """The passes that were timed, "fwd" and "bwd"."""
+    return {cell["problem"].get("pass", "fwd") for cell in result["cells"] if cell["runs"]}
+
+
 def panels_of(result):
     """{title: cells}, in the order of the file; cells without times are left out."""
-    panels = {}
+    panels, both = {}, len(passes_of(result)) == 2
     for cell in result["cells"]:
         problem = cell["problem"]
         if cell["runs"]:
             mask = "causal" if problem["causal"] else "no mask"
             title = f"{cell['setting']}: {problem['heads']} heads, d {problem['head_dim']}, {mask}"
+            title = f"{'backward' if problem.get('pass') == 'bwd' else 'forward'}, {title}" if both else title
             panels.setdefault(title, []).append(cell)
     return panels
 
@@ -75,8 +81,8 @@ def script_of(result):
             'background "white"\n'
             "set border 3\nset tics nomirror out\nset grid ytics lc rgb \"#dddddd\"\nset key below center horizontal samplen 1\n"
             'set ylabel "TFLOP/s"\n')
-    backward = any(cell["problem"].get("pass") == "bwd" for cells in panels.values() for cell in cells)
-    heading = f"{'Backward' if backward else 'Forward'} on {result.get('device', {}).get('name', 'an unknown card')}"
+    passes = " and ".join(name for name, its in (("forward", "fwd"), ("backward", "bwd")) if its in passes_of(result))
+    heading = f"{passes.capitalize()} on {result.get('device', {}).get('name', 'an unknown card')}"
     body = f"set multiplot layout {rows},{columns} title {quoted(heading)}\n"
     return head, body + "".join(panel_script(title, cells, ceiling, top) for title, cells in panels.items()) + "unset multiplot\n"
 

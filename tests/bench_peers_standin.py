@@ -22,7 +22,10 @@ library_path, fault, *arguments = sys.argv[1:]
 
 
 class Tensor(np.ndarray):
-    """An array with the methods of torch.Tensor that the benchmark uses."""
+    """An array with the methods of torch.Tensor that the benchmark uses. What attention() gave keeps how, in views too."""
+    def __array_finalize__(self, base):
+        self.is_causal, self.scale = getattr(base, "is_causal", None), getattr(base, "scale", None)
+
     def stride(self): return tuple(step // self.itemsize for step in self.strides)
     def data_ptr(self): return self.ctypes.data
     def numel(self): return self.size
@@ -128,7 +131,8 @@ functional = types.ModuleType("torch.nn.functional")
 functional.scaled_dot_product_attention = attention
 functional.pad = lambda x, pad: made(np.pad(x, [(0, 0), (pad[2], pad[3]), (pad[0], pad[1])]))
 backends_of = types.ModuleType("torch.nn.attention")
-backends_of.SDPBackend = types.SimpleNamespace(MATH="math", FLASH_ATTENTION="flash", CUDNN_ATTENTION="cudnn")
+backends_of.SDPBackend = types.SimpleNamespace(MATH="math", FLASH_ATTENTION="flash", CUDNN_ATTENTION="cudnn",
+                                               EFFICIENT_ATTENTION="efficient")
 backends_of.sdpa_kernel = sdpa_kernel
 torch.nn = types.ModuleType("torch.nn")
 torch.nn.functional, torch.nn.attention = functional, backends_of
@@ -160,6 +164,22 @@ class Library(abi.Library):
             if fault == "nan":
                 gradient[-args.head_dim:] = 0x7fff
 
+
+# What --peer-module may name: flash-attn's layout, and L beside O, as some have it; and modules that are of no use.
+peer = types.ModuleType("standin_peer")
+peer.__version__ = "1.2"
+
+
+def flash_attn_func(q, k, v, softmax_scale, causal):
+    assert q.shape[1] != q.shape[2], "the benchmark's heads and lengths differ, so that a layout can be told"
+    if fault == "peer":
+        raise NotImplementedError("no kernel for this card\nsecond line")
+    output = attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal, scale=softmax_scale)
+    return output.transpose(1, 2), None
+
+
+peer.flash_attn_func = flash_attn_func
+sys.modules.update({"standin_peer": peer, "standin_without": types.ModuleType("standin_without")})
 
 abi.CUDA = abi.MODEL
 abi.Library = Library

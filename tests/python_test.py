@@ -189,7 +189,7 @@ class BenchArguments(Tools):
 
     def test_bad_options_are_refused(self):
         for words, *arguments in (
-                ("--peers: there is no 'fast'; there are flash, cudnn, math, math16", "--peers", "math,fast"),
+                ("--peers: there is no 'fast'; there are flash, cudnn, efficient, math, math16", "--peers", "math,fast"),
                 ("--seqlen: 0 is given; 1 or more is allowed", "--seqlen", "512,0"),
                 ("--seqlen: 'x' is no number", "--seqlen", "x"),
                 ("--heads: 0 is given; more than 0 is allowed", "--heads", "0"),
@@ -201,7 +201,8 @@ class BenchArguments(Tools):
                 ("--tiles: '64' is given; BRxBC is allowed", "--tiles", "64"),
                 ("--dtype: invalid choice: 'fp32'", "--dtype", "fp32"),
                 ("--math: not allowed with argument --ladder", "--ladder", "--math"),
-                ("--pass: invalid choice: 'both'", "--pass", "both"),
+                ("--pass: invalid choice: 'all'", "--pass", "all"),
+                ("--pass both has no --ladder", "--pass", "both", "--ladder"),
                 ("--pass bwd has no --ladder", "--pass", "bwd", "--ladder"),
                 ("--pass bwd has no --grid", "--pass", "bwd", "--grid", "bh"),
                 ("'05:bh': :bh is for 05, which is of the forward pass", "--pass", "bwd", "--stage", "05:bh"),
@@ -256,6 +257,8 @@ class BenchArithmetic(unittest.TestCase):
             bench_peers.resolve(bench_peers.parse_runs("08", backward=True), ["09"])
         options = bench_peers.parse(["--pass", "bwd"])
         self.assertEqual(([run.name for run in options.runs], options.peers), (["09", "09:det"], ["flash", "cudnn"]))
+        known = {"fwd": ["08", "10e"], "bwd": ["09", "10g"]}
+        self.assertEqual(bench_peers.words_of_passes("08,10,09:det,10g,09", known), {"fwd": "08,10", "bwd": "09:det,10g,09"})
         options = bench_peers.parse(["--pass", "bwd", "--math"])
         self.assertEqual((options.peers, options.layout), (["math"], "bhsd"))
         known = ["02a", "02d", "07", "08"]
@@ -410,8 +413,52 @@ class BenchOnTheModel(Tools):
     def test_absent_peers_are_told(self):
         done, result = self.bench("flash", "--seqlen", "70", "--mask", "none", "--head-dim", "64")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertIn("flash: left out: No available kernel. Aborting execution.\n", done.stdout)
+        self.assertIn("flash: absent: No available kernel. Aborting execution.\n", done.stdout)
+        line = next(line for line in done.stdout.splitlines() if line.startswith("  64 "))
+        self.assertRegex(line, r"\d +absent +- ")
         self.assertEqual(list(result["cells"][0]["speedups"]["08"]), ["cudnn"])
+        self.assertEqual(result["cells"][0]["absent"], {"flash": "No available kernel. Aborting execution."})
+        self.assertEqual(result["cells"][0]["left_out"], {})
+
+    def test_peer_modules(self):
+        for direction, run in (("fwd", "08"), ("bwd", "09")):
+            done, result = self.bench("none", "--pass", direction, "--seqlen", "70", "--mask", "causal", "--head-dim", "64", "--peers",
+                                      "efficient", "--peer-module", "standin_peer", "--peer-module", "standin_absent")
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+            cell = result["cells"][0]
+            runs = {entry["name"]: entry for entry in cell["runs"]}
+            self.assertLessEqual({run, "efficient", "standin_peer"}, set(runs))
+            self.assertTrue(runs["standin_peer"]["check"]["ok"], runs["standin_peer"])
+            self.assertIn("standin_peer", cell["speedups"][run])
+            self.assertEqual(cell["absent"], {"standin_absent": "No module named 'standin_absent'"})
+            self.assertEqual(result["peers"], {"efficient": {}, "standin_peer": {"version": "1.2"},
+                                               "standin_absent": {"absent": "No module named 'standin_absent'"}})
+            self.assertEqual(done.stdout.count("standin_absent: absent: No module named 'standin_absent'\n"), 1)
+            self.assertIn(" standin_peer ms", done.stdout)
+            self.assertRegex(done.stdout, r"\d +absent +- ")
+            done, result = self.bench("peer", "--pass", direction, "--seqlen", "70", "--mask", "causal", "--head-dim", "64", "--peers", "",
+                                      "--peer-module", "standin_peer")
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+            self.assertEqual(result["cells"][0]["absent"], {"standin_peer": "no kernel for this card"})
+        done, _ = self.bench("none", "--peer-module", "standin_without")
+        self.assert_refused(done, 2, "--peer-module: module standin_without has no flash_attn_func")
+        done, _ = self.bench("none", "--peer-module", "flash")
+        self.assert_refused(done, 2, "--peer-module: flash is a backend of PyTorch's; --peers takes it")
+
+    def test_both_passes(self):
+        picture = self.folder / "both.svg"
+        done, result = self.bench("none", "--pass", "both", "--stage", "09:det,08", "--seqlen", "70", "--mask", "none", "--head-dim", "64",
+                                  "--svg", picture)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertEqual([(cell["problem"]["pass"], [run["name"] for run in cell["runs"]]) for cell in result["cells"]],
+                         [("fwd", ["08", "flash", "cudnn"]), ("bwd", ["09:det", "flash", "cudnn"])])
+        self.assertIn("08 is ", done.stdout)
+        self.assertIn("09:det is ", done.stdout)
+        if shutil.which("gnuplot"):
+            for words in ("Forward and backward on stand-in", "backward, course: 2 heads"):
+                self.assertIn(words, picture.read_text())
+        done, _ = self.bench("none", "--pass", "both", "--stage", "08,77")
+        self.assert_refused(done, 2, "there is no stage '77'; there are 01")
 
     def test_what_the_library_refuses_is_told(self):
         for status, words, *arguments in (
