@@ -6,6 +6,7 @@ model), and each refuses bad input with one line.
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,8 @@ LIBRARY = os.environ.get("FLASHSTEPS_LIBRARY")
 sys.path.insert(0, str(ROOT / "python"))
 import bench_peers  # noqa: E402
 import lesson_tables  # noqa: E402
+import plot_peers  # noqa: E402
+import readme_table  # noqa: E402
 from flashsteps import abi  # noqa: E402
 
 PROBLEM = {"batch": 1, "heads": 2, "seqlen_q": 256, "seqlen_k": 256, "head_dim": 64,
@@ -513,6 +516,54 @@ class LessonTables(unittest.TestCase):
                 at = text.index(figure) + len(figure)
                 wrong = text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1:]
                 self.assertEqual(lesson_tables.fill(wrong), text)
+
+
+class ReadmeTable(unittest.TestCase):
+    """Every figure in the README's section on speed, and its picture, are those of docs/results."""
+
+    def setUp(self):
+        self.text = readme_table.README.read_text(encoding="utf-8")
+
+    def test_readme_holds_what_was_measured(self):
+        self.assertEqual(readme_table.fill(self.text), self.text)
+        table = [line for line in self.text.split("\n") if re.match(r"\| (64|128) \| (none|causal) \| \d+ \| \d", line)]
+        self.assertEqual(len(table), 24)
+
+    def test_another_figure_is_noticed(self):
+        for words in ("| 128 | causal | 16384 | ", " is 1.", "up to ", "NVIDIA H"):
+            at = self.text.index(words, self.text.index(readme_table.BEGIN)) + len(words)
+            wrong = self.text[:at] + str((int(self.text[at]) + 1) % 10) + self.text[at + 1:]
+            self.assertEqual(readme_table.fill(wrong), self.text)
+        for without in (self.text.replace(readme_table.END, ""), self.text + "\n" + readme_table.BEGIN):
+            self.assertRaisesRegex(ValueError, "has not one", readme_table.fill, without)
+
+    def test_absent_peers_are_marked(self):
+        forward, backward = readme_table.load("peers"), readme_table.load("backward")
+        cell = forward["cells"][0]
+        self.assertEqual(readme_table.entry(cell, "cudnn"), f"{cell['runs'][-1]['tflops']:.0f}")
+        cell["absent"] = {"cudnn": "no such backend"}
+        del backward["cells"][0]["runs"][0]
+        p = cell["problem"]
+        line = next(line for line in readme_table.fill(self.text, forward, backward).split("\n")
+                    if line.startswith(f"| {p['head_dim']} | {readme_table.MASKS[p['causal']]} | {p['seqlen_q']} | "))
+        self.assertEqual([column.strip() for column in line.split("|")][7:9], ["absent", ""])
+
+    def test_one_run_of_both_passes(self):
+        both = readme_table.load("peers")
+        both["cells"] += readme_table.load("backward")["cells"]
+        self.assertEqual(readme_table.fill(self.text, both), self.text)
+
+    def test_pictures_are_of_the_results(self):
+        version = run("gnuplot", "--version").stdout.strip() if shutil.which("gnuplot") else "none"
+        for name in ("peers", "backward"):
+            picture = ROOT / f"docs/results/{name}_h200.svg"
+            drawn_by = re.search(r"Produced by GNUPLOT (.*?) *</desc>", picture.read_text())[1]
+            if version != f"gnuplot {drawn_by}":
+                self.skipTest(f"the pictures are of gnuplot {drawn_by}; here is {version}")
+            with tempfile.TemporaryDirectory() as folder:
+                again = pathlib.Path(folder) / "again.svg"
+                plot_peers.draw(readme_table.load(name), again)
+                self.assertEqual(again.read_text(), picture.read_text(), name)
 
 
 if __name__ == "__main__":
