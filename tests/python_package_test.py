@@ -3,6 +3,7 @@ type, stride and shape that it takes; everything else is refused with one line. 
 skipped.
 """
 import concurrent.futures
+import inspect
 import os
 import pathlib
 import re
@@ -278,13 +279,9 @@ class Strides(Tests):
     def test_with_a_copy(self):
         wide = [np.pad(x, [(0, 0)] * 3 + [(0, 4)])[..., :24] for x in (self.q, self.k, self.v)]  # rows 56 bytes apart
         bytes_of = lambda x: np.frombuffer(b"." * 2 + x.tobytes(), np.uint8)[2:].view(np.float16).reshape(x.shape)  # unaligned
-        fields = [np.zeros(x.shape, [("x", "f2"), ("y", "u1")]) for x in (self.q, self.k, self.v)]  # 3 bytes an element
-        for field, x in zip(fields, (self.q, self.k, self.v)):
-            field["x"] = x
         cases = {"odd rows": wide, "unaligned": [bytes_of(x) for x in (self.q, self.k, self.v)],
                  "columns apart": [np.repeat(x, 2, axis=3)[..., ::2] for x in (self.q, self.k, self.v)],
                  "backwards": [x[:, :, ::-1].copy()[:, :, ::-1] for x in (self.q, self.k, self.v)],
-                 "fields": [field["x"] for field in fields],
                  "Fortran order": [np.asfortranarray(x) for x in (self.q, self.k, self.v)]}
         for name, given in cases.items():
             with self.subTest(name):
@@ -298,6 +295,14 @@ class Strides(Tests):
         np.testing.assert_array_equal(flashsteps.attention(self.q, shared, shared),
                                       flashsteps.attention(self.q, self.k[:, :1], self.k[:, :1]))
         self.assertFalse(np.shares_memory(self.taken(shared), shared))
+
+    def test_elements_of_three_bytes(self):
+        """Rows of 48 bytes are 24 elements of 16 bits, but head_dim is not contiguous."""
+        whole = [x[..., :16] for x in (self.q, self.k, self.v)]
+        fields = [np.zeros(x.shape, [("x", "f2"), ("y", "u1")]) for x in whole]
+        for field, x in zip(fields, whole):
+            field["x"] = x
+        np.testing.assert_array_equal(flashsteps.attention(*(field["x"] for field in fields)), flashsteps.attention(*whole))
 
     def test_read_only(self):
         for x in (self.q, self.k, self.v):
@@ -418,6 +423,13 @@ class Choices(Tests):
             os.environ["FLASHSTEPS_STAGE"] = "99"
             self.assert_refused(flashsteps.BadInput, "there is no stage '99'", flashsteps.attention, *self.given)
 
+    def test_the_order_of_dq(self):
+        seen, (q, k, v) = [], self.given
+        with mock.patch.object(flashsteps.library(), "backward", seen.append):
+            for deterministic in (False, True):
+                flashsteps.attention_backward(q, q, k, v, q, np.zeros(q.shape[:3], np.float32), deterministic=deterministic)
+        self.assertEqual([args.deterministic for args in seen], [0, 1])
+
     def test_bad_choices_change_nothing(self):
         flashsteps.set_default_stage("02")  # the last step of 02
         self.assert_refused(flashsteps.BadInput, "there is no stage '99' of the forward pass; there are 01, ",
@@ -433,6 +445,16 @@ class FlashAttn(Tests):
 
     def setUp(self):
         self.q, self.k, self.v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in arrays(61, b=2, h=4, kv=2, nq=20, nk=30))
+
+    def test_arguments(self):
+        """Positions and defaults that callers of flash-attn rely on."""
+        options = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic", "return_attn_probs"]
+        for function, arrays_of in ((flashsteps.flash_attn_func, ["q", "k", "v"]), (flashsteps.flash_attn_kvpacked_func, ["q", "kv"]),
+                                    (flashsteps.flash_attn_qkvpacked_func, ["qkv"])):
+            given = inspect.signature(function).parameters
+            by_position = [name for name, parameter in given.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+            self.assertEqual(by_position, arrays_of + options)
+            self.assertEqual([given[name].default for name in options], [0.0, None, False, (-1, -1), 0.0, None, False, False])
 
     def test_layout(self):
         wanted, lse = flashsteps.attention(*(x.swapaxes(1, 2) for x in (self.q, self.k, self.v)), causal=True, return_lse=True)
