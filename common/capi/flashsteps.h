@@ -113,7 +113,8 @@ typedef struct flashsteps_forward_args {
 /// On a card it queues kernels on the stream and returns; it neither allocates nor waits, so a
 /// kernel that breaks while it runs shows in a later CUDA call. The tensors decide which card it
 /// is; the caller's current device stays as it is. On the CPU model it returns when all is done:
-/// the tensors are in host memory there, and stream and workspace are not used.
+/// the tensors are in host memory there, and stream and workspace are not used. Calls on the model
+/// take turns.
 ///
 /// \returns FLASHSTEPS_BAD_INPUT for whatever the members above do not allow, a stage that there is
 /// not, a workspace that is too small, or a pointer that CUDA does not know as device memory;
