@@ -60,18 +60,19 @@ def section(forward, backward):
     most = max(run["tflops"] for cell in fwd for run in cell["runs"] if run["name"] == "10e")
     dtypes = {cell["problem"]["dtype"] for cell in fwd + bwd}
     lines = [
-        f"On one {forward['device']['name']} with torch {forward['device']['torch']}, {' and '.join(sorted(dtypes))}, in the papers' "
-        f"{len(fwd)} cells (batch · N = 16384, heads · d = 2048):",
+        f"On one {forward['device']['name']} with torch {forward['device']['torch']}, {' and '.join(sorted(dtypes))}, "
+        f"in the papers' {len(fwd)} cells (batch · N = 16384, heads · d = 2048):",
         "",
         f"- {linked('08')} is {ratios(fwd, '08', 'flash')} times as fast as PyTorch's FlashAttention-2;",
-        f"- {linked('10e')} {ratios(fwd, '10e', 'flash')} times, and {ratios(fwd, '10e', 'cudnn')} times as fast as cuDNN; up to {most:.0f} TFLOP/s;",
-        f"- the backward pass of {linked('09')} {ratios(bwd, '09', 'flash')} times as fast as FlashAttention-2's ({ratios(bwd, '09:det', 'flash')} "
-        "times where dQ is summed in a fixed order).",
+        f"- {linked('10e')} {ratios(fwd, '10e', 'flash')} times, and {ratios(fwd, '10e', 'cudnn')} times as fast as cuDNN; "
+        f"up to {most:.0f} TFLOP/s;",
+        f"- the backward pass of {linked('09')} {ratios(bwd, '09', 'flash')} times as fast as FlashAttention-2's "
+        f"({ratios(bwd, '09:det', 'flash')} times where dQ is summed in a fixed order).",
         "",
         f"![TFLOP/s of 08 and 10e beside FlashAttention-2 and cuDNN, over N]({RESULTS}/peers_h200.svg)",
         "",
-        f"TFLOP/s, medians of {forward['method']['rounds']} interleaved rounds ([how](docs/method.md), [what else was measured]({RESULTS}/README.md)); "
-        "the first four columns are forward passes, the others backward passes:",
+        f"TFLOP/s, medians of {forward['method']['rounds']} interleaved rounds ([how](docs/method.md), "
+        f"[what else was measured]({RESULTS}/README.md)); the first four columns are forward passes, the others backward passes:",
         "",
         "| d | mask | N | " + " | ".join(head for _, _, head in COLUMNS) + " |",
         "|--:|---|--:|" + "--:|" * len(COLUMNS),

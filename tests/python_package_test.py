@@ -265,7 +265,8 @@ class Strides(Tests):
         cases = {"packed": (self.q, self.k, self.v),
                  "(b, n, h, d)": [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (self.q, self.k, self.v)],
                  "slices": [packed[:, :, i].swapaxes(1, 2) for i in range(3)],
-                 "a part of the rows": [np.pad(x, [(0, 0), (0, 0), (0, 3), (0, 8)])[:, :, :20, :24] for x in (self.q, self.k, self.v)],
+                 "a part of the rows": [np.pad(x, [(0, 0), (0, 0), (0, 3), (0, 8)])[:, :, :20, :24]
+                                        for x in (self.q, self.k, self.v)],
                  "one of many batches": [np.concatenate([x] * 2)[::2][:1] for x in (self.q, self.k, self.v)]}
         for name, given in cases.items():
             with self.subTest(name):
@@ -350,7 +351,8 @@ class Shapes(Tests):
         q, k, v = arrays(44, nq=10, nk=10)
         call, long = flashsteps.attention, [x.astype(np.float32) for x in (q, k, v)]
         bits = [x.view(np.uint16) for x in (q, k, v)]
-        self.assert_refused(TypeError, "q is of float32; stages compute in 16 bits: convert it to float16, or give dtype=", call, *long)
+        self.assert_refused(TypeError, "q is of float32; stages compute in 16 bits: convert it to float16, or give dtype=",
+                            call, *long)
         self.assert_refused(TypeError, "bits of bfloat16 are taken with dtype='bf16' alone", call, *bits)
         self.assert_refused(TypeError, "bits of bfloat16 are taken with", call, *bits, dtype="fp16")
         self.assert_refused(TypeError, "q is of int16; allowed: float16, ", call, *(x.view(np.int16) for x in (q, k, v)))
@@ -387,10 +389,10 @@ class Shapes(Tests):
         torch = mock.Mock(Tensor=Tensor, strided="dense")
         q, k, v = (Tensor(Device(name)) for name in ("cuda:0", "cuda:1", "meta"))
         with mock.patch.dict(sys.modules, torch=torch):
-            self.assert_refused(flashsteps.BadInput, "k is on cuda:1 and q on cuda:0; one device is wanted", flashsteps.attention, q, k, q)
-            self.assert_refused(flashsteps.BadInput, "v is on meta; allowed: cuda, and cpu for the CPU model", flashsteps.attention, q, q, v)
-            array = arrays(45)[0]
-            self.assert_refused(TypeError, "k is a NumPy array and q a torch tensor; all of one kind", flashsteps.attention, q, array, q)
+            call, array = flashsteps.attention, arrays(45)[0]
+            self.assert_refused(flashsteps.BadInput, "k is on cuda:1 and q on cuda:0; one device is wanted", call, q, k, q)
+            self.assert_refused(flashsteps.BadInput, "v is on meta; allowed: cuda, and cpu for the CPU model", call, q, q, v)
+            self.assert_refused(TypeError, "k is a NumPy array and q a torch tensor; all of one kind", call, q, array, q)
 
 
 class Choices(Tests):
@@ -448,8 +450,10 @@ class FlashAttn(Tests):
 
     def test_arguments(self):
         """Positions and defaults that callers of flash-attn rely on."""
-        options = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic", "return_attn_probs"]
-        for function, arrays_of in ((flashsteps.flash_attn_func, ["q", "k", "v"]), (flashsteps.flash_attn_kvpacked_func, ["q", "kv"]),
+        options = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
+                   "return_attn_probs"]
+        for function, arrays_of in ((flashsteps.flash_attn_func, ["q", "k", "v"]),
+                                    (flashsteps.flash_attn_kvpacked_func, ["q", "kv"]),
                                     (flashsteps.flash_attn_qkvpacked_func, ["qkv"])):
             given = inspect.signature(function).parameters
             by_position = [name for name, parameter in given.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
@@ -470,7 +474,8 @@ class FlashAttn(Tests):
 
     def test_packed(self):
         wanted = flashsteps.flash_attn_func(self.q, self.k, self.v, causal=True)
-        np.testing.assert_array_equal(flashsteps.flash_attn_kvpacked_func(self.q, np.stack([self.k, self.v], 2), causal=True), wanted)
+        kv = np.stack([self.k, self.v], 2)
+        np.testing.assert_array_equal(flashsteps.flash_attn_kvpacked_func(self.q, kv, causal=True), wanted)
         qkv = np.stack([self.k, self.v, self.k], 2)
         np.testing.assert_array_equal(flashsteps.flash_attn_qkvpacked_func(qkv, softmax_scale=0.3),
                                       flashsteps.flash_attn_func(self.k, self.v, self.k, softmax_scale=0.3))
@@ -537,7 +542,8 @@ class TheLibrary(Tests):
         (package / "libflashsteps.so").write_bytes(b"no library")
         self.assertIn("BadInput", self.found())
         self.assertIn("cannot be loaded", self.found())
-        self.assertEqual(self.found(FLASHSTEPS_LIBRARY="/none/x.so"), "Unavailable FLASHSTEPS_LIBRARY is /none/x.so; there is no such file")
+        self.assertEqual(self.found(FLASHSTEPS_LIBRARY="/none/x.so"),
+                         "Unavailable FLASHSTEPS_LIBRARY is /none/x.so; there is no such file")
 
     def test_an_older_library_is_refused(self):
         with mock.patch.object(abi, "VERSION", 10**6):

@@ -425,8 +425,8 @@ class BenchOnTheModel(Tools):
 
     def test_peer_modules(self):
         for direction, run in (("fwd", "08"), ("bwd", "09")):
-            done, result = self.bench("none", "--pass", direction, "--seqlen", "70", "--mask", "causal", "--head-dim", "64", "--peers",
-                                      "efficient", "--peer-module", "standin_peer", "--peer-module", "standin_absent")
+            cells = ("--pass", direction, "--seqlen", "70", "--mask", "causal", "--head-dim", "64")
+            done, result = self.bench("none", *cells, "--peers", "efficient", "--peer-module", "standin_peer", "--peer-module", "standin_absent")
             self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
             cell = result["cells"][0]
             runs = {entry["name"]: entry for entry in cell["runs"]}
@@ -439,8 +439,7 @@ class BenchOnTheModel(Tools):
             self.assertEqual(done.stdout.count("standin_absent: absent: No module named 'standin_absent'\n"), 1)
             self.assertIn(" standin_peer ms", done.stdout)
             self.assertRegex(done.stdout, r"\d +absent +- ")
-            done, result = self.bench("peer", "--pass", direction, "--seqlen", "70", "--mask", "causal", "--head-dim", "64", "--peers", "",
-                                      "--peer-module", "standin_peer")
+            done, result = self.bench("peer", *cells, "--peers", "", "--peer-module", "standin_peer")
             self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
             self.assertEqual(result["cells"][0]["absent"], {"standin_peer": "no kernel for this card"})
         done, _ = self.bench("none", "--peer-module", "standin_without")
@@ -450,8 +449,8 @@ class BenchOnTheModel(Tools):
 
     def test_both_passes(self):
         picture = self.folder / "both.svg"
-        done, result = self.bench("none", "--pass", "both", "--stage", "09:det,08", "--seqlen", "70", "--mask", "none", "--head-dim", "64",
-                                  "--svg", picture)
+        done, result = self.bench("none", "--pass", "both", "--stage", "09:det,08", "--seqlen", "70", "--mask", "none",
+                                  "--head-dim", "64", "--svg", picture)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertEqual([(cell["problem"]["pass"], [run["name"] for run in cell["runs"]]) for cell in result["cells"]],
                          [("fwd", ["08", "flash", "cudnn"]), ("bwd", ["09:det", "flash", "cudnn"])])

@@ -66,8 +66,8 @@ class OnADevice:
 
     def tensors(self, seed, b=1, nq=20, nk=20, h=2, kv=1, d=24, dtype=torch.float16):
         """q, k, v in flash-attn's layout, and a gradient of the output."""
-        generator = torch.Generator().manual_seed(seed)
-        made = [torch.randn(b, n, heads, d, generator=generator).to(dtype).to(self.device)
+        generator = torch.Generator(device=self.device).manual_seed(seed)
+        made = [torch.randn(b, n, heads, d, generator=generator, device=self.device).to(dtype)
                 for n, heads in ((nq, h), (nk, kv), (nk, kv), (nq, h))]
         return [x.requires_grad_() for x in made[:3]], made[3]
 
@@ -79,13 +79,13 @@ class OnADevice:
         """The output and the gradients of call(q, k, v) against autograd in double precision."""
         scale = given[0].shape[3]**-0.5
         out = call(*given)
-        exact = reference(*given, causal, scale, torch.float64)
+        doubles = [x.detach().double().requires_grad_() for x in given]
+        exact = reference(*doubles, causal, scale, torch.float64)
         rounded = reference(*given, causal, scale, torch.float32, given[0].dtype)
         self.assertEqual((out.shape, out.dtype), (given[0].shape, given[0].dtype))
         self.assert_within(out, exact, rounded, "O")
         gradients = [torch.autograd.grad(x, given, d_o.to(x.dtype)) for x in (out, rounded)]
-        doubles = [x.detach().double().requires_grad_() for x in given]
-        truth = torch.autograd.grad(reference(*doubles, causal, scale, torch.float64), doubles, d_o.double())
+        truth = torch.autograd.grad(exact, doubles, d_o.double())
         for name, mine, exact_one, rounded_one in zip(("dQ", "dK", "dV"), gradients[0], truth, gradients[1]):
             self.assert_within(mine, exact_one, rounded_one, name)
 
@@ -199,7 +199,8 @@ class OnADevice:
         self.assertEqual(wanted.stride(), q.stride())
         wide = [torch.nn.functional.pad(x, (0, 4))[..., :24] for x in (q, k, v)]  # rows 56 bytes apart
         unaligned = [torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape) for x in (q, k, v)]
-        for others in ([x.contiguous() for x in (q, k, v)], wide, unaligned, [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]):
+        columns = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]  # head_dim is not contiguous
+        for others in ([x.contiguous() for x in (q, k, v)], wide, unaligned, columns):
             self.assertTrue(torch.equal(flashsteps.attention(*others), wanted))
         self.assertTrue(torch.equal(flashsteps.attention(q, k.expand(-1, 2, -1, -1), v.expand(-1, 2, -1, -1)), wanted))
 
