@@ -21,7 +21,7 @@ def _window(window_size, causal):
         raise TypeError(f"window_size is {window_size!r}; allowed: (-1, -1)") from None
     if left < 0 and (right < 0 or causal or right == 0):  # under the causal mask nothing is to the right
         return causal or right == 0
-    raise NotImplementedError(f"window_size={tuple(window_size)}: stages have no sliding window; allowed: (-1, -1), and (-1, 0), "
+    raise NotImplementedError(f"window_size={(left, right)}: stages have no sliding window; allowed: (-1, -1), and (-1, 0), "
                               "which is causal=True")
 
 
