@@ -14,11 +14,12 @@ constexpr int kRowThreads = 256;  // of the kernels before and after
 constexpr int kRowBlock = 64;     // rows that each of their blocks has
 constexpr int kTurns = 8;         // turns for as many rows: one for each warp that adds to them
 
-// ptxas finds the registers for K and V as operands for compute capability 9.0 alone.
+// ptxas finds the registers for K and V as operands, and for products unrolled in full, for compute
+// capability 9.0 alone.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr bool kRegistersForOperands = false;
+constexpr bool kManyRegisters = false;
 #else
-constexpr bool kRegistersForOperands = true;
+constexpr bool kManyRegisters = true;
 #endif
 
 // How a block's warps share its work. Each warp has 32 keys of S^T and dP^T, and for them 64
@@ -32,7 +33,7 @@ struct Split {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kQueries = kBr / kHalves;  // of S^T and dP^T, for each warp
   // Whether a warp keeps its rows of K and V in registers, as operands.
-  static constexpr bool kKept = kHalves == 1 && kRegistersForOperands;
+  static constexpr bool kKept = kHalves == 1 && kManyRegisters;
   static constexpr int kStep = kKept ? 16 : kQueries < 32 ? kQueries : 32;  // queries at a time
   static constexpr int kRowWarps = kBr / 32;               // dQ: a warp has 32 rows
   static constexpr int kColumns = D * kRowWarps / kWarps;  // and this many columns
@@ -98,7 +99,10 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-template <typename T, int D, int kBr, int kBc>
+// kInOrder: dQ is summed in a fixed order. Without kMask there is nothing to mask, and with kWhole
+// all tiles are whole: a kernel of their own for what is common, so that its loop has no code for
+// what is not.
+template <typename T, int D, int kBr, int kBc, bool kInOrder, bool kMask, bool kWhole>
 __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, kBr, kBc>::kThreads)
     backward_kernel(const T* __restrict__ Q, const T* __restrict__ K, const T* __restrict__ V,
                     const T* __restrict__ dO, const float* __restrict__ L_log2,
@@ -107,6 +111,12 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
                     T* __restrict__ dV, Problem p, GradientStrides strides) {
   using W = Split<D, kBr, kBc>;
   constexpr int kThreads = W::kThreads, kStep = W::kStep;
+  // What a block has to know of its turn takes the registers for V.
+  constexpr bool kKeptV = W::kKept && !kInOrder;
+  // How much of the products is unrolled: all of it where there are the registers.
+  constexpr int kUnroll = kManyRegisters && kWhole ? D / 16 : D / 32;  // S^T and dP^T
+  constexpr int kUnroll_dQ = kManyRegisters && kWhole && !kInOrder ? kBc / 16 : kBc / 32;
+  if constexpr (kWhole) p.head_dim = D;
   const int tiles_q = ceil_div(p.seqlen_q, kBr), tiles_k = ceil_div(p.seqlen_k, kBc);
 
   SharedMemory smem;
@@ -121,21 +131,24 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
   // In order, a block waits for those before it. So its number must come from when it starts:
   // CUDA does not promise that blocks start in the order of blockIdx.
   int block = blockIdx.x;
-  if (turns) {
+  if constexpr (kInOrder) {
     int* const block_smem = reinterpret_cast<int*>(stats_smem);
     if (threadIdx.x == 0) *block_smem = atomicAdd(ticket, 1);
     __syncthreads();  // the number has arrived
     block = *block_smem;
     __syncthreads();  // all have read it; stats_smem is used again
   }
-  // Tiles of the first keys first: with a causal mask they see the most queries.
-  const int tile_k = block % tiles_k, j0 = tile_k * kBc;
+  // Tiles of the first keys first: with a causal mask they see the most queries. In order, from the
+  // diagonal on: the last keys first, and of the queries the first, so that a block follows the
+  // one before it a tile behind, and none waits for the longest.
+  const int tile_k = kInOrder ? tiles_k - 1 - block % tiles_k : block % tiles_k;
+  const int j0 = tile_k * kBc;
   const int bkv = block / tiles_k;
   const int b = bkv / p.kv_heads, kv_head = bkv % p.kv_heads;
   const int first_h = kv_head * (p.heads / p.kv_heads);
   const int end_h = first_h + p.heads / p.kv_heads;
   // Queries before tile_first do not see the tile's first key.
-  const int hidden = p.causal ? j0 - (p.seqlen_k - p.seqlen_q) : 0;
+  const int hidden = kMask && p.causal ? j0 - (p.seqlen_k - p.seqlen_q) : 0;
   const int tile_first = hidden > 0 ? hidden / kBr : 0;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -146,20 +159,23 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
 
   const int rows = ceil_div(p.seqlen_q, kRowBlock) * kRowBlock;  // of L_log2 and D of a head
   const auto load_tile = [&](int h, int tile, int buffer) {
-    if (h < end_h) {
-      const int i0 = tile * kBr;
-      copy_tile_async<kBr, D, kThreads>(Q_smem + buffer * kBr * D, Q + p.q.offset(b, h, i0),
-                                        p.q.row, p.seqlen_q - i0, p.head_dim);
-      copy_tile_async<kBr, D, kThreads>(dO_smem + buffer * kBr * D,
-                                        dO + strides.d_o.offset(b, h, i0), strides.d_o.row,
-                                        p.seqlen_q - i0, p.head_dim);
-      const int x = fresh_thread_index() * 4;
-      if (x < 2 * kBr) {
-        cp_async_16(stats_smem + buffer * 2 * kBr + x,
-                    (x < kBr ? L_log2 : D_sum) + (int64_t{b} * p.heads + h) * rows + i0 + x % kBr,
-                    true);
-      }
+    const bool fetch = h < end_h;
+    const int i0 = tile * kBr;
+    const T* const Q_gmem = Q + p.q.offset(b, h, i0);
+    const T* const dO_gmem = dO + strides.d_o.offset(b, h, i0);
+    T* const Q_tile = Q_smem + buffer * kBr * D;
+    T* const dO_tile = dO_smem + buffer * kBr * D;
+    if constexpr (kWhole) {
+      copy_whole_tile_async<kBr, D, kThreads>(fetch, Q_tile, Q_gmem, p.q.row);
+      copy_whole_tile_async<kBr, D, kThreads>(fetch, dO_tile, dO_gmem, strides.d_o.row);
+    } else if (fetch) {
+      const int valid = p.seqlen_q - i0;
+      copy_tile_async<kBr, D, kThreads>(Q_tile, Q_gmem, p.q.row, valid, p.head_dim);
+      copy_tile_async<kBr, D, kThreads>(dO_tile, dO_gmem, strides.d_o.row, valid, p.head_dim);
     }
+    const int x = fresh_thread_index() * 4;
+    cp_async_16_if(fetch && x < 2 * kBr, stats_smem + buffer * 2 * kBr + x,
+                   (x < kBr ? L_log2 : D_sum) + (int64_t{b} * p.heads + h) * rows + i0 + x % kBr);
     cp_async_commit();
   };
 
@@ -167,11 +183,12 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
   // own, so that it takes turns with the same warp of other blocks, and waits for no other.
   const auto turn_at = [&](int h, int tile) {
     static_assert(W::kWarps * (kRowBlock / kBr) <= kTurns);
-    return turns + (int64_t{b} * p.heads + h) * ceil_div(p.seqlen_q, kRowBlock) * kTurns +
-           tile * W::kWarps + fresh_thread_index() / 32;
+    // 32 bits are enough: dQ_acc has 256 bytes and more for each turn.
+    return turns + (unsigned(b * p.heads + h) * unsigned(ceil_div(p.seqlen_q, kRowBlock) * kTurns) +
+                    tile * W::kWarps + unsigned(fresh_thread_index()) / 32);
   };
 
-  int h = tiles_q > 0 ? first_h : end_h, tile_q = tiles_q - 1;
+  int h = tiles_q > 0 ? first_h : end_h, tile_q = kInOrder ? tile_first : tiles_q - 1;
   if (tiles_q > 0) {
     copy_tile_async<kBc, D, kThreads>(K_smem, K + p.k.offset(b, kv_head, j0), p.k.row,
                                       p.seqlen_k - j0, p.head_dim);
@@ -186,7 +203,7 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
     __syncthreads();  // K and V have arrived
     if (tiles_q > 0) {
       load_operand(K_rmem, K_smem, key0);
-      load_operand(V_rmem, V_smem, key0);
+      if constexpr (kKeptV) load_operand(V_rmem, V_smem, key0);
     }
   }
 
@@ -196,7 +213,7 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
   while (h < end_h) {
     const int i0 = tile_q * kBr;
     // Computed anew where it is used: no register is left to keep it.
-    const auto masked = [&] { return p.last_key(i0) < j0 + kBc - 1; };
+    const auto masked = [&] { return kMask && p.last_key(i0) < j0 + kBc - 1; };
     note_tile(masked());
     const T* const Q_tile = Q_smem + buffer * kBr * D;
     const T* const dO_tile = dO_smem + buffer * kBr * D;
@@ -206,10 +223,12 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
     // Q, dO, L and D of this tile have arrived (at first K and V, too); all are done with the other
     // buffer, with P and with dS.
     __syncthreads();
-    const int next_h = tile_q > tile_first ? h : h + 1;
-    const int next_tile_q = tile_q > tile_first ? tile_q - 1 : tiles_q - 1;
+    const bool same_h = kInOrder ? tile_q < tiles_q - 1 : tile_q > tile_first;
+    const int next_h = same_h ? h : h + 1;
+    const int next_tile_q =
+        kInOrder ? (same_h ? tile_q + 1 : tile_first) : (same_h ? tile_q - 1 : tiles_q - 1);
     buffer ^= 1;
-    load_tile(next_h, next_tile_q, buffer);
+    if constexpr (kStep < W::kQueries) load_tile(next_h, next_tile_q, buffer);
 
 #pragma unroll 1
     for (int q0 = query0; q0 < query0 + W::kQueries; q0 += kStep) {
@@ -218,8 +237,10 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
       if constexpr (W::kKept) {
         multiply_by_transposed(P_rmem, K_rmem, Q_tile, q0);
       } else {
-        multiply_by_transposed<D>(P_rmem, K_smem, key0, Q_tile, q0);
+        multiply_by_transposed<D, kUnroll>(P_rmem, K_smem, key0, Q_tile, q0);
       }
+      // Here, where the tensor cores have both products to do: before them they would wait.
+      if constexpr (kStep == W::kQueries) load_tile(next_h, next_tile_q, buffer);
       // dP^T - D = V dO^T - D, the subtraction first: the sums start from -D. Before P is needed,
       // so that the tensor cores have this to do while the exponentials are computed.
       float dS_rmem[2][kStep / 8][4];
@@ -228,15 +249,12 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
         float D_rmem[2];
         load_pair(D_rmem, D_tile + q0 + k * 8 + 2 * t);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) dS_rmem[r][k][e] = -D_rmem[e % 2];
-        }
+        for (int e = 0; e < 8; ++e) dS_rmem[e / 4][k][e % 4] = -D_rmem[e % 2];
       }
-      if constexpr (W::kKept) {
+      if constexpr (kKeptV) {
         multiply_by_transposed(dS_rmem, V_rmem, dO_tile, q0);
       } else {
-        multiply_by_transposed<D>(dS_rmem, V_smem, key0, dO_tile, q0);
+        multiply_by_transposed<D, kUnroll>(dS_rmem, V_smem, key0, dO_tile, q0);
       }
       // P^T = 2^(scale log2(e) S^T - log2(e) L). P is at most 1; what rounding makes more of it in
       // huge scores is cut off.
@@ -245,12 +263,9 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
         float L_rmem[2];
         load_pair(L_rmem, L_tile + q0 + k * 8 + 2 * t);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            P_rmem[r][k][e] =
-                fast_exp2(fminf(fmaf(P_rmem[r][k][e], p.scale * kLog2e, -L_rmem[e % 2]), 0.f));
-          }
+        for (int e = 0; e < 8; ++e) {
+          float& P = P_rmem[e / 4][k][e % 4];
+          P = fast_exp2(fminf(fmaf(P, p.scale * kLog2e, -L_rmem[e % 2]), 0.f));
         }
       }
       if (masked()) {
@@ -271,77 +286,73 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
 
         // dS^T = P^T o (dP^T - D)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
+      for (int k = 0; k < kStep / 8; ++k) {
 #pragma unroll
-        for (int k = 0; k < kStep / 8; ++k) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) dS_rmem[r][k][e] *= P_rmem[r][k][e];
-        }
+        for (int e = 0; e < 8; ++e) dS_rmem[e / 4][k][e % 4] *= P_rmem[e / 4][k][e % 4];
       }
       store_rounded<kBr>(dS_smem, key0, q0, dS_rmem);
       multiply<D>(dK_rmem, dS_rmem, Q_tile, q0, col0);  // dK += dS^T Q
     }
-    // The turn at the tile before is passed on only here: its sums have long been under way, so
-    // that nobody waits for them to arrive.
-    if (turns && (h > first_h || tile_q < tiles_q - 1)) {
-      const bool same_head = tile_q < tiles_q - 1;
-      turn_pass(turn_at(same_head ? h : h - 1, same_head ? tile_q + 1 : tile_first));
+    const int thread = fresh_thread_index();
+    // A turn that was not passed on at once (below): its sums have long been under way, so that
+    // nobody waits for them to arrive.
+    if constexpr (kInOrder && W::kHalves == 1) {
+      if (h > first_h || tile_q > tile_first) {
+        turn_pass(tile_q > tile_first ? turn_at(h, tile_q - 1) : turn_at(h - 1, tiles_q - 1));
+      }
     }
     __syncthreads();  // dS (and P) of all keys have arrived
-    if constexpr (W::kHalves > 1) {
-      // The same, of the queries of the warp that has the same keys.
-      const int q0 = W::kQueries - query0;
-      multiply_tiles<W::kQueries, kBr, D>(dV_rmem, P_smem, key0, dO_tile, q0, col0);
-      multiply_tiles<W::kQueries, kBr, D>(dK_rmem, dS_smem, key0, Q_tile, q0, col0);
-    }
 
     // dQ of these keys is added to that of the others.
-    const int thread = fresh_thread_index();
     const int dQ_row0 = thread / 32 % W::kRowWarps * 32;
     const int dQ_col0 = thread / 32 / W::kRowWarps * W::kColumns;
     float dQ_rmem[2][W::kColumns / 8][4] = {};
-    multiply_transposed<kBc, kBr, D>(dQ_rmem, dS_smem, dQ_row0, K_smem, dQ_col0);
-    if (turns) turn_wait(turn_at(h, tile_q), tile_k);
+    multiply_transposed<kBc, kBr, D, kUnroll_dQ>(dQ_rmem, dS_smem, dQ_row0, K_smem, dQ_col0,
+                                                 thread);
+    if constexpr (kInOrder) {
+      // The blocks with later keys that see the tile were here before.
+      const int last_tile = p.last_key(i0 + kBr - 1) / kBc;
+      turn_wait(turn_at(h, tile_q), last_tile - tile_k);
+    }
     const int bh = b * p.heads + h;
     float* const acc = dQ_acc + acc_fragment(p, bh, i0 + dQ_row0, dQ_col0) + thread % 32 * 4;
     const int acc_row = 16 * p.head_dim;
     const int valid_rows = p.seqlen_q - i0 - dQ_row0, valid_cols = p.head_dim - dQ_col0;
-    const auto add = [&](auto inside) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < 2; ++r) {
 #pragma unroll
-        for (int c = 0; c < W::kColumns / 8; ++c) {
-          if (inside(r, c)) atomic_add_quad(acc + r * acc_row + c * 128, dQ_rmem[r][c]);
+      for (int c = 0; c < W::kColumns / 8; ++c) {
+        if (kWhole || (r * 16 < valid_rows && c * 8 < valid_cols)) {
+          atomic_add_quad(acc + r * acc_row + c * 128, dQ_rmem[r][c]);
         }
       }
-    };
-    if (valid_rows > 16 && valid_cols >= W::kColumns) {  // without a branch for each
-      add([](int, int) { return true; });
-    } else {
-      add([&](int r, int c) { return r * 16 < valid_rows && c * 8 < valid_cols; });
     }
+    if constexpr (W::kHalves > 1) {
+      // The same, of the queries of the warp that has the same keys.
+      const int q0 = W::kQueries - query0;
+      multiply_tiles<W::kQueries, kBr, D>(dV_rmem, P_smem, key0, dO_tile, q0, col0, thread);
+      multiply_tiles<W::kQueries, kBr, D>(dK_rmem, dS_smem, key0, Q_tile, q0, col0, thread);
+    }
+    // The sums have been under way for the products above.
+    if constexpr (kInOrder && W::kHalves > 1) turn_pass(turn_at(h, tile_q));
     h = next_h;
     tile_q = next_tile_q;
   }
   note_tiles_done();
-  if (turns) turn_pass(turn_at(end_h - 1, tile_first));
+  if constexpr (kInOrder && W::kHalves == 1) {
+    if (tiles_q > 0) turn_pass(turn_at(end_h - 1, tiles_q - 1));
+  }
   __syncthreads();  // all are done with K
 
   // dK and dV go through the warp's own part of K_smem and V_smem, so that they are stored 16 bytes
   // at a time.
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+  for (int c = 0; c < 8; ++c) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        const int at = swizzle<D>(key0 + r * 16 + half * 8 + g, col0 + c * 8 + 2 * t);
-        store_pair(K_smem + at, dK_rmem[r][c][2 * half] * p.scale,
-                   dK_rmem[r][c][2 * half + 1] * p.scale);
-        store_pair(V_smem + at, dV_rmem[r][c][2 * half], dV_rmem[r][c][2 * half + 1]);
-      }
-    }
+    for (int e = 0; e < 8; ++e) dK_rmem[e / 4][c][e % 4] *= p.scale;
   }
+  store_rounded<D>(K_smem, key0, col0, dK_rmem);
+  store_rounded<D>(V_smem, key0, col0, dV_rmem);
   __syncwarp();  // all lanes have left their part of the warp's keys
 #pragma unroll
   for (int x = 0; x < 8; ++x) {
@@ -385,26 +396,23 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// The larger tiles where they fit the card's shared memory.
-Tiles tiles(const Problem& p) {
-  if (tile_width(p.head_dim) == 64) return {64, 128};
-  return shared_memory_per_block() >= Split<128, 64, 128>::kSmemBytes ? Tiles{64, 128}
-                                                                      : Tiles{32, 64};
-}
-
 TileList candidates(const Problem& p) {
-  const bool narrow = tile_width(p.head_dim) == 64;
   TileList list;
   const auto add = [&](Tiles tiles, int smem_bytes) {
     if (shared_memory_per_block() >= smem_bytes) list.tiles[list.size++] = tiles;
   };
-  if (narrow) {
+  if (tile_width(p.head_dim) == 64) {
     add({64, 128}, Split<64, 64, 128>::kSmemBytes);
   } else {
     add({64, 128}, Split<128, 64, 128>::kSmemBytes);
     add({32, 64}, Split<128, 32, 64>::kSmemBytes);
   }
   return list;
+}
+
+// The larger tiles where they fit the card's shared memory.
+Tiles tiles(const Problem& p) {
+  return candidates(p).tiles[0];
 }
 
 WorkspaceList workspaces(const Problem& p) {
@@ -434,11 +442,24 @@ void run(const Problem& p, const GradientStrides& strides, const BackwardArgs& a
   using W = Split<D, kBr, kBc>;
   launch(preprocess_kernel<T, D>, {row_blocks, kRowThreads, 0, stream}, O, dO, a.L, L_log2, D_sum,
          dQ_acc, turns, ticket, p, strides.d_o);
-  launch(backward_kernel<T, D, kBr, kBc>,
-         {int64_t{p.batch} * p.kv_heads * ceil_div(p.seqlen_k, kBc), W::kThreads, W::kSmemBytes,
-          stream},
-         Q, K, V, dO, static_cast<const float*>(L_log2), static_cast<const float*>(D_sum), dQ_acc,
-         turns, ticket, static_cast<T*>(a.dK), static_cast<T*>(a.dV), p, strides);
+  const auto launch_main = [&](auto ordered, auto mask, auto whole) {
+    launch(backward_kernel<T, D, kBr, kBc, ordered.value, mask.value, whole.value>,
+           {int64_t{p.batch} * p.kv_heads * ceil_div(p.seqlen_k, kBc), W::kThreads, W::kSmemBytes,
+            stream},
+           Q, K, V, dO, static_cast<const float*>(L_log2), static_cast<const float*>(D_sum), dQ_acc,
+           turns, ticket, static_cast<T*>(a.dK), static_cast<T*>(a.dV), p, strides);
+  };
+  const bool whole = p.seqlen_q % kBr == 0 && p.seqlen_k % kBc == 0 && p.head_dim == D &&
+                     std::max(p.q.row, strides.d_o.row) < INT32_MAX / kBr;
+  constexpr std::true_type yes;
+  constexpr std::false_type no;
+  if (in_order) {  // without a mask it spills
+    whole ? launch_main(yes, yes, yes) : launch_main(yes, yes, no);
+  } else if (whole) {
+    p.causal ? launch_main(no, yes, yes) : launch_main(no, no, yes);
+  } else {
+    launch_main(no, yes, no);
+  }
   launch(postprocess_kernel<T, D>, {row_blocks, kRowThreads, 0, stream},
          static_cast<const float*>(dQ_acc), static_cast<T*>(a.dQ), p, strides.d_q);
 }

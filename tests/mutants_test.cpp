@@ -87,6 +87,9 @@ const std::vector<BackwardCase>& backward_killers() {
       {problem_of(1, 1, 1, 150, 70, 64), InputKind::moving_max, 7},
       {problem_of(1, 1, 1, 130, 70, 64, true, DType::bf16), InputKind::normal, 7},
       {problem_of(1, 2, 2, 20, 130, 128), InputKind::large_logits, 7},
+      // Two blocks that take turns at d = 64; whole tiles alone.
+      {problem_of(1, 1, 1, 130, 140, 64), InputKind::normal, 7},
+      {problem_of(1, 1, 1, 128, 128, 128), InputKind::moving_max, 7},
   };
   return all;
 }

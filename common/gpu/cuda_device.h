@@ -231,6 +231,20 @@ __device__ __forceinline__ void cp_async_16(T* to_smem, const T* from_gmem, bool
                : "memory");
 }
 
+/// Starts copying 16 bytes as cp_async_16 does where `condition` holds, and does nothing elsewhere:
+/// one predicated instruction, around which the compiler moves others as it likes.
+template <typename T>
+__device__ __forceinline__ void cp_async_16_if(bool condition, T* to_smem, const T* from_gmem) {
+  asm volatile(
+      "{\n"
+      ".reg .pred start;\n"
+      "setp.ne.b32 start, %2, 0;\n"
+      "@start cp.async.cg.shared.global [%0], [%1], 16;\n"
+      "}" ::"r"(shared_address(to_smem)),
+      "l"(from_gmem), "r"(int{condition})
+      : "memory");
+}
+
 /// Closes a group of the copies that this thread has started since the last commit.
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");

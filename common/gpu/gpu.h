@@ -13,11 +13,10 @@
 /// to_float(x) from_float<T>(x) pack2<T>(lo, hi)` | | counted arithmetic | `fast_exp(x)
 /// fast_exp2(x) natural_log(x) divide(a, b)` | | dynamic shared memory | `dynamic_smem<T>()`, or in
 /// named parts `SharedMemory::take<T>("Q_smem", n)` | | tensor cores | `ldmatrix_x4
-/// ldmatrix_x4_trans mma_m16n8k16<T>` | | asynchronous copies | `cp_async_16 cp_async_commit
-/// cp_async_wait<N>` | | launch | `launch(kernel, {grid, block, smem, stream}, args…)`, always
-/// checked | | the ledger, the mutants | `note_tile(masked) note_tiles_done() mask_if(condition)`:
-/// nothing on a card | | labs |
-/// `not_implemented("what is missing")` |
+/// ldmatrix_x4_trans mma_m16n8k16<T>` | | asynchronous copies | `cp_async_16 cp_async_16_if
+/// cp_async_commit cp_async_wait<N>` | | launch | `launch(kernel, {grid, block, smem, stream},
+/// args…)`, always checked | | the ledger, the mutants | `note_tile(masked) note_tiles_done()
+/// mask_if(condition)`: nothing on a card | | labs | `not_implemented("what is missing")` |
 ///
 /// It holds what is the same in every stage and is not the lesson: no softmax, no merge, no loop
 /// over K and V.

@@ -140,9 +140,10 @@ __device__ __forceinline__ void store_rounded(T* tile_smem, int row, int col,
 /// and 8 kN, powers of 2. (dV += P^T dO, where P^T lies in shared memory)
 template <int kDepth, int kACols, int kCols, int kM, int kN, typename T>
 __device__ __forceinline__ void multiply_tiles(float (&C_rmem)[kM][kN][4], const T* A_smem,
-                                               int A_row, const T* B_smem, int depth0, int B_col) {
+                                               int A_row, const T* B_smem, int depth0, int B_col,
+                                               int thread = fresh_thread_index()) {
   static_assert(kN % 2 == 0, "one ldmatrix gives the operands of two products");
-  const int lane = fresh_thread_index() % 32;
+  const int lane = thread % 32;
   const int A_lane = swizzle<kACols>(A_row + lane % 16, depth0 + lane / 16 * 8);
   const int B_lane = swizzle<kCols>(depth0 + lane % 16, B_col + lane / 16 * 8);
 #pragma unroll
@@ -167,13 +168,14 @@ __device__ __forceinline__ void multiply_tiles(float (&C_rmem)[kM][kN][4], const
 /// and kRows columns, transposed, times columns [B_col, B_col + 8 kN) of the tile B of kDepth rows
 /// and kCols columns. A_col is a multiple of 16 kM and B_col one of 8 kN, both powers of 2. (dQ +=
 /// dS K, where dS^T lies in shared memory)
-template <int kDepth, int kRows, int kCols, int kM, int kN, typename T>
+///
+/// \tparam kUnroll steps of 16 rows that are unrolled together, as in multiply_by_transposed
+template <int kDepth, int kRows, int kCols, int kUnroll = kDepth / 32, int kM, int kN, typename T>
 __device__ __forceinline__ void multiply_transposed(float (&C_rmem)[kM][kN][4], const T* A_smem,
-                                                    int A_col, const T* B_smem, int B_col) {
+                                                    int A_col, const T* B_smem, int B_col,
+                                                    int thread = fresh_thread_index()) {
   static_assert(kN % 2 == 0, "one ldmatrix gives the operands of two products");
-  [[maybe_unused]] constexpr int kUnroll =
-      kDepth < 128 ? kDepth / 32 : 4;  // not all at once, as above
-  const int lane = fresh_thread_index() % 32;
+  const int lane = thread % 32;
   const int A_lane = swizzle<kRows>(lane / 16 * 8 + lane % 8, A_col + lane / 8 % 2 * 8);
   const int B_lane = swizzle<kCols>(lane % 16, B_col + lane / 16 * 8);
 #pragma unroll kUnroll

@@ -348,6 +348,13 @@ __device__ __forceinline__ void cp_async_16(T* to_smem, const T* from_gmem, bool
   model::cp_async(to_smem, from_gmem, fetch, file, line);
 }
 
+/// Starts copying 16 bytes as cp_async_16 does where `condition` holds, and does nothing elsewhere.
+template <typename T>
+__device__ __forceinline__ void cp_async_16_if(bool condition, T* to_smem, const T* from_gmem,
+                                               FLASHSTEPS_SITE) {
+  if (condition) model::cp_async(to_smem, from_gmem, true, file, line);
+}
+
 /// Closes a group of the copies that this thread has started since the last commit.
 __device__ __forceinline__ void cp_async_commit(FLASHSTEPS_SITE) {
   model::cp_async_commit(file, line);
