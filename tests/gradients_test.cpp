@@ -36,18 +36,21 @@ Problem problem(int heads, int kv_heads, int seqlen_q, int seqlen_k, int head_di
 
 // The exact gradients, from exact O and L.
 GradientOracles exact_gradients(const Problem& p, const GradientStrides& strides,
-                                const Inputs& inputs, const std::vector<uint16_t>& d_o) {
+                                const Inputs& inputs, const std::vector<uint16_t>& d_o,
+                                const Variation& variation = {}) {
   const RowStatistics statistics =
-      row_statistics(p, strides, d_o, make_oracle(p, inputs, all_rows(p)));
-  return make_gradient_oracles(p, strides, inputs, d_o, statistics, all_gradient_rows(p));
+      row_statistics(p, strides, d_o, make_oracle(p, inputs, all_rows(p), variation));
+  return make_gradient_oracles(p, strides, inputs, d_o, statistics, all_gradient_rows(p),
+                               variation);
 }
 
 // --- the derivative
 // ------------------------------------------------------------------------------------
 
 // The loss is the sum of dO o O: every element of O has a weight of its own.
-double loss(const Problem& p, const Inputs& inputs, const std::vector<uint16_t>& d_o) {
-  const Oracle oracle = make_oracle(p, inputs, all_rows(p));
+double loss(const Problem& p, const Inputs& inputs, const std::vector<uint16_t>& d_o,
+            const Variation& variation) {
+  const Oracle oracle = make_oracle(p, inputs, all_rows(p), variation);
   double sum = 0;
   for (size_t e = 0; e < d_o.size(); ++e) sum += from_bits(d_o[e], p.dtype) * oracle.O[e];
   return sum;
@@ -63,7 +66,8 @@ void to_grid(std::vector<uint16_t>& bits) {
 
 // Differences over h and 2 h, so that what is left of the error is of order h^4.
 std::vector<double> differences(const Problem& p, Inputs inputs, const std::vector<uint16_t>& d_o,
-                                std::vector<uint16_t> Inputs::*tensor) {
+                                std::vector<uint16_t> Inputs::*tensor,
+                                const Variation& variation = {}) {
   std::vector<double> result;
   for (uint16_t& x : inputs.*tensor) {
     const uint16_t before = x;
@@ -73,7 +77,7 @@ std::vector<double> differences(const Problem& p, Inputs inputs, const std::vect
         const double moved = from_bits(before, p.dtype) + (s == 0 ? h : -h);
         x = to_bits(moved, p.dtype);
         EXPECT_EQ(from_bits(x, p.dtype), moved);
-        side[s] = loss(p, inputs, d_o);
+        side[s] = loss(p, inputs, d_o, variation);
       }
       x = before;
       return (side[0] - side[1]) / (2 * h);
@@ -115,6 +119,34 @@ TEST(GradientOracle, IsTheDerivativeOfTheForwardPass) {
     expect_close("dQ", oracles.dq.values, differences(p, inputs, d_o, &Inputs::q));
     expect_close("dK", oracles.dk.values, differences(p, inputs, d_o, &Inputs::k));
     expect_close("dV", oracles.dv.values, differences(p, inputs, d_o, &Inputs::v));
+  }
+}
+
+// What labs vary, each alone and all of it together: the derivative of the varied forward pass.
+TEST(GradientOracle, OfVariationsIsTheirDerivative) {
+  const Variation variations[] = {
+      {.window = 2}, {.softcap = 0.7f}, {.distance = .25f}, {.sink = true}, {3, 2.f, .25f, true}};
+  for (const Variation& variation : variations) {
+    for (const bool causal : {false, true}) {
+      SCOPED_TRACE(testing::Message() << "window " << variation.window << " softcap "
+                                      << variation.softcap << " distance " << variation.distance
+                                      << " sink " << variation.sink << " causal " << causal);
+      Problem p = problem(2, 1, 4, 5, 8, causal);
+      p.scale = 0.8f;
+      const GradientStrides strides = strides_of_tensors(p);
+      Inputs inputs = make_inputs(p, InputKind::normal, 4);
+      for (auto* tensor : {&inputs.q, &inputs.k, &inputs.v}) to_grid(*tensor);
+      const std::vector<uint16_t> d_o = make_d_o(p, strides, 4);
+      const GradientOracles oracles = exact_gradients(p, strides, inputs, d_o, variation);
+      expect_close("dQ", oracles.dq.values, differences(p, inputs, d_o, &Inputs::q, variation));
+      expect_close("dK", oracles.dk.values, differences(p, inputs, d_o, &Inputs::k, variation));
+      expect_close("dV", oracles.dv.values, differences(p, inputs, d_o, &Inputs::v, variation));
+      // The varied O and L, rounded, are what a backward pass is given.
+      const Outputs given = reference_outputs(p, inputs, variation);
+      const Oracle forward = make_oracle(p, inputs, all_rows(p), variation);
+      for (size_t e = 0; e < given.o.size(); ++e)
+        ASSERT_NEAR(from_bits(given.o[e], p.dtype), forward.O[e], 1e-3);
+    }
   }
 }
 

@@ -28,8 +28,14 @@ struct Scores {
 class GradientReference {
  public:
   GradientReference(const Problem& p, const GradientStrides& strides, const Inputs& inputs,
-                    const std::vector<uint16_t>& d_o, const RowStatistics& statistics)
-      : p_(p), strides_(strides), inputs_(inputs), d_o_(d_o), statistics_(statistics) {}
+                    const std::vector<uint16_t>& d_o, const RowStatistics& statistics,
+                    const Variation& variation)
+      : p_(p),
+        strides_(strides),
+        inputs_(inputs),
+        d_o_(d_o),
+        statistics_(statistics),
+        variation_(variation) {}
 
   // `count` rows of dQ of one head, into `dQ_out`.
   GradientOracle::Block dq(int b, int h, const int* rows, int count, double* dQ_out) {
@@ -117,13 +123,21 @@ class GradientReference {
       const int64_t visible = visible_keys(p_, rows[r]);
       for (int column = 0; column < s.P.cols(); ++column) {
         double &P = s.P(r, column), &dS = s.dS(r, column);
-        if (key_of(column) >= visible) {
+        // How far the key is behind the last one that this query sees under the causal mask.
+        const int64_t behind = int64_t{rows[r]} + p_.seqlen_k - p_.seqlen_q - key_of(column);
+        if (key_of(column) >= visible || (variation_.window > 0 && behind >= variation_.window)) {
           P = dS = 0;
           continue;
         }
-        P = std::exp(P - L);
-        dS = P * (dS - D);
-        s.dS_error(r, column) = P * norm_do(r) * (norm_v(column) + norm_o);
+        double slope = 1;  // of the varied score over the score
+        if (const double cap = variation_.softcap; cap != 0) {
+          const double share = std::tanh(P / cap);
+          P = cap * share;
+          slope = 1 - share * share;
+        }
+        P = std::exp(P - double(variation_.distance) * std::fabs(double(behind)) - L);
+        dS = P * (dS - D) * slope;
+        s.dS_error(r, column) = P * norm_do(r) * (norm_v(column) + norm_o) * slope;
       }
     }
     return s;
@@ -143,6 +157,7 @@ class GradientReference {
   const Inputs& inputs_;
   const std::vector<uint16_t>& d_o_;
   const RowStatistics& statistics_;
+  const Variation& variation_;
   int batch_ = -1, kv_head_ = -1;
   Matrix K_, V_;
 };
@@ -247,7 +262,8 @@ GradientRows affordable_gradient_rows(const Problem& p, uint64_t seed) {
 
 GradientOracles make_gradient_oracles(const Problem& p, const GradientStrides& strides,
                                       const Inputs& inputs, const std::vector<uint16_t>& d_o,
-                                      const RowStatistics& statistics, GradientRows rows) {
+                                      const RowStatistics& statistics, GradientRows rows,
+                                      const Variation& variation) {
   validate(p, strides);
   require_size("Q", inputs.q.size(), layout_q(p).extent());
   require_size("K", inputs.k.size(), layout_k(p).extent());
@@ -263,13 +279,13 @@ GradientOracles make_gradient_oracles(const Problem& p, const GradientStrides& s
   oracles.dv = empty_oracle(p, p.kv_heads, std::move(rows.key));
   const int d = p.head_dim;
   for_each_block(oracles.dq, [&](auto&& each) {
-    GradientReference reference(p, strides, inputs, d_o, statistics);
+    GradientReference reference(p, strides, inputs, d_o, statistics, variation);
     each([&](int b, int h, const int* i, int count, int64_t row, int64_t block) {
       oracles.dq.blocks[block] = reference.dq(b, h, i, count, oracles.dq.values.data() + row * d);
     });
   });
   for_each_block(oracles.dk, [&](auto&& each) {
-    GradientReference reference(p, strides, inputs, d_o, statistics);
+    GradientReference reference(p, strides, inputs, d_o, statistics, variation);
     each([&](int b, int h, const int* j, int count, int64_t row, int64_t block) {
       reference.dkv(b, h, j, count, oracles.dk.values.data() + row * d,
                     oracles.dv.values.data() + row * d, oracles.dk.blocks[block],
@@ -279,8 +295,8 @@ GradientOracles make_gradient_oracles(const Problem& p, const GradientStrides& s
   return oracles;
 }
 
-Outputs reference_outputs(const Problem& p, const Inputs& inputs) {
-  const Oracle oracle = make_oracle(p, inputs, all_rows(p));
+Outputs reference_outputs(const Problem& p, const Inputs& inputs, const Variation& variation) {
+  const Oracle oracle = make_oracle(p, inputs, all_rows(p), variation);
   const TensorLayout t = layout_o(p);
   Outputs outputs{.o = std::vector<uint16_t>(size_t(t.extent()), uint16_t{0xffff}),
                   .l = std::vector<float>(oracle.L.begin(), oracle.L.end())};

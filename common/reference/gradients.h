@@ -5,9 +5,9 @@
 ///
 ///     dV = P^T dO     dP = dO V^T     dS = P o (dP - D)     dQ = scale dS K     dK = scale dS^T Q
 ///
-/// where dK and dV of a KV head are summed over its query heads (FlashAttention-2, section 3.1.2, Algorithm 2).
-/// Written with whole rows and whole columns of P, apart for dQ and for dK and dV, so that it
-/// shares no idea with the kernels that it checks.
+/// where dK and dV of a KV head are summed over its query heads (FlashAttention-2, section 3.1.2,
+/// Algorithm 2). Written with whole rows and whole columns of P, apart for dQ and for dK and dV, so
+/// that it shares no idea with the kernels that it checks.
 #pragma once
 
 #include <cstdint>
@@ -93,14 +93,18 @@ inline constexpr double kFp32Error = 0x1p-20;
 ///
 /// \param rows ascending, within the sequences
 ///
+/// \param variation of attention as a lab varies it; `statistics` are of its O and L
+///
 /// \throws std::invalid_argument for a problem or strides that validate() refuses, or tensors of the
 /// wrong size
 GradientOracles make_gradient_oracles(const Problem& problem, const GradientStrides& strides,
                                       const Inputs& inputs, const std::vector<uint16_t>& d_o,
-                                      const RowStatistics& statistics, GradientRows rows);
+                                      const RowStatistics& statistics, GradientRows rows,
+                                      const Variation& variation = {});
 
 /// O and L as a forward stage that makes no error but the last rounding would give them: for a
 /// backward stage where there is no forward stage to ask.
-Outputs reference_outputs(const Problem& problem, const Inputs& inputs);
+Outputs reference_outputs(const Problem& problem, const Inputs& inputs,
+                          const Variation& variation = {});
 
 }  // namespace flashsteps
