@@ -54,13 +54,19 @@ FAULT_HINTS = {
                   'or an mma that all must reach.',
     'MISALIGNED': 'A 16-byte access needs an address that is a multiple of 16: look at the column and at the row stride.',
     'MASK': 'Warp primitives take all 32 lanes here.',
+    'TURN': 'What is summed in a fixed order is touched between turn_wait and turn_pass alone, by the warp whose turn it is.',
+    'PROXY': 'TMA and wgmma reach shared memory by another way than ordinary stores do: who stored calls fence_proxy_async, then '
+             'all meet, then the copy or the product is started.',
+    'BARRIER': 'How many arrive at this barrier in a phase, and how many bytes were announced? Is the buffer waited for before it '
+               'is used again, and does the wait name the parity of that phase?',
+    'REGISTERS': 'wgmma works on: its registers are left alone between wgmma_fence and the wgmma_wait that covers its group.',
     'HOST MEMORY': 'Kernels use device memory, shared memory and their parameters; host code never touches device memory.',
 }
 WRONG_HINTS = [
     (r'\bis -?nan', 'NaN comes from 0/0, inf - inf, or from an element that nothing wrote (outputs hold NaN before the run): '
                     'is a row that has seen no key yet kept from -inf - -inf?'),
     (r'first: L\[', 'O is right and L is not, or L goes wrong first: L = m + ln l, in natural units, -inf where no key is seen.'),
-    (r'first: O\[', 'Look at the first wrong row and column: which tile, which warp and which lane own them?'),
+    (r'first: (O|d[QKV])\[', 'Look at the first wrong row and column: which tile, which warp and which lane own them?'),
 ]
 LABEL = {'right': 'right', 'wrong': 'wrong numbers', 'fault': 'the model stopped the kernel', 'missing': 'a part is missing',
          'crashed': 'the program ended', 'out_of_time': 'out of time', 'refused': 'refused'}
@@ -148,10 +154,16 @@ def limit_process(cpu_seconds, memory_mb):
     return apply
 
 
-class Toolchain:
-    """How the build compiles kernels for the model, and what a runner is linked from."""
+def is_of_hopper(lab):
+    return lab >= '10'
 
-    def __init__(self, build):
+
+class Toolchain:
+    """How the build compiles kernels for the model, and what a runner is linked from. `hopper`: of labs 10, whose submissions
+    may include what is of compute capability 9.0 alone."""
+
+    def __init__(self, build, hopper=False):
+        self.hopper = hopper
         try:
             commands = json.loads((build / 'compile_commands.json').read_text())
             self.link = json.loads((build / 'course/link.json').read_text())
@@ -202,9 +214,9 @@ class Toolchain:
 
     def includes(self):
         """Options that include all that a submission may before its first line, so that no macro of its own changes it."""
-        # Not the card's side, and nothing of Hopper: there is no lab of it.
-        names = sorted(str(p.relative_to(ROOT)) for p in (ROOT / 'common/gpu').glob('*.h')
-                       if not p.name.startswith(('cuda_', 'hopper', 'tma_')))
+        # Not the card's side, and nothing of Hopper where the lab is of an earlier stage.
+        left_out = ('cuda_', 'tma_') if self.hopper else ('cuda_', 'tma_', 'hopper')
+        names = sorted(str(p.relative_to(ROOT)) for p in (ROOT / 'common/gpu').glob('*.h') if not p.name.startswith(left_out))
         return [word for name in [*names, 'common/stage/kernel_stage.h'] for word in ('-include', name)]
 
     def allowed_headers(self, work):
@@ -317,6 +329,8 @@ def shape_of(case):
     if case.get('causal'):
         words.append('causal')
     words += [f'{name} {case[name]}' for name in ('scale', 'layout', 'input') if name in case]
+    if case.get('deterministic'):
+        words.append('deterministic')
     return ', '.join(words)
 
 
@@ -328,17 +342,19 @@ def visible_pairs(case):
     return sum(min(max(i + 1 + key - query, 0), key) for i in range(query))
 
 
-def implausible(case, finding, uses_mma):
+def implausible(case, finding, uses_mma, backward=False):
     """Why right outputs cannot have come about with these counts; '' where they can. A program that computed them elsewhere, or
     reached for the counters, shows here."""
     counts = finding['counts']
     heads, kv_heads = case.get('heads', 1), case.get('kv_heads', case.get('heads', 1))
     key, d, batch = case.get('seqlen_k', case.get('seqlen', 0)), case.get('head_dim', 64), case.get('batch', 1)
-    least = 4 * batch * heads * d * visible_pairs(case) if uses_mma else 0
+    products = 5 if backward else 2  # of each pair and column
+    least = 2 * products * batch * heads * d * visible_pairs(case) if uses_mma else 0
     if counts['mma_flops'] < least and not finding.get('windowed'):
         return f"the tensor cores did {counts['mma_flops']} FLOPs; the problem needs {least}"
-    for tensor in ('Q', 'K', 'V'):
-        rows = batch * heads * case.get('seqlen_q', case.get('seqlen', 0)) if tensor == 'Q' else batch * kv_heads * key
+    for tensor in ('Q', 'K', 'V', 'dO') if backward else ('Q', 'K', 'V'):
+        of_query = tensor in ('Q', 'dO')
+        rows = batch * heads * case.get('seqlen_q', case.get('seqlen', 0)) if of_query else batch * kv_heads * key
         if visible_pairs(case) == 0 or case.get('causal') or finding.get('windowed'):
             rows = min(rows, 1) if visible_pairs(case) else 0
         if counts['global_read'].get(tensor, 0) < rows * d * 2:
@@ -370,6 +386,7 @@ def names_of(case, finding):
     d = case.get('head_dim', 64)
     names = {'Nq': query, 'Nk': key, 'd': d, 'D': 64 if d <= 64 else 128, 'e': 2, 'f': 4,
              'n': case.get('batch', 1) * case.get('heads', 1), 'pairs': visible_pairs(case),
+             'n_kv': case.get('batch', 1) * case.get('kv_heads', case.get('heads', 1)),
              'ceil': math.ceil, 'min': min, 'max': max}
     if query == key:
         names['N'] = query
@@ -420,11 +437,12 @@ def failed_claims(claims, case, finding):
 
 
 def hint_of(finding, test, rubric):
-    """The hint that fits a failure best: the rubric's own for this message, then the test's, then the general one."""
+    """The hint that fits a failure best: the rubric's own for this message (of wrong numbers with the test's), then the test's,
+    then the general one."""
     message = finding['message']
-    for diagnosis in rubric.get('diagnoses', []):
-        if re.search(diagnosis['match'], message):
-            return diagnosis['hint']
+    own = next((diagnosis['hint'] for diagnosis in rubric.get('diagnoses', []) if re.search(diagnosis['match'], message)), '')
+    if own:
+        return f"{own} {test['hint']}" if finding['outcome'] == 'wrong' and test.get('hint') else own
     if finding['outcome'] == 'fault':
         for label, hint in FAULT_HINTS.items():
             if f': {label}' in message:
@@ -451,7 +469,7 @@ def judge_tests(tests, always, plans, findings, rubric, windowed):
             problems = []
             if finding['outcome'] == 'right':
                 problems = failed_claims(always, case, finding) or failed_claims(test.get('ledger', []), case, finding)
-                why = not problems and implausible(case, finding, rubric.get('mma', True))
+                why = not problems and implausible(case, finding, rubric.get('mma', True), rubric.get('pass') == 'backward')
                 if why:
                     finding['outcome'], finding['message'] = 'refused', f'right outputs, but the counters cannot be: {why}'
             if finding['outcome'] == 'right' and not problems:
@@ -542,8 +560,8 @@ def grade(kernel, lab, path, toolchain, rubric, secret, use_variation):
                 raise Rejected(f'the file is a link, or has more than {LONGEST_FILE} bytes')
             runner = toolchain.build(file.read_bytes(), kernel, work, rubric['limits'])
             limits = rubric['limits']
-            plan = {'runner': str(runner), 'stage': lab, 'cpu_seconds': limits['cpu_seconds'],
-                    'wall_seconds': limits['wall_seconds'], 'memory_mb': limits['memory_mb'],
+            plan = {'runner': str(runner), 'stage': lab, 'pass': rubric.get('pass', 'forward'),
+                    'cpu_seconds': limits['cpu_seconds'], 'wall_seconds': limits['wall_seconds'], 'memory_mb': limits['memory_mb'],
                     'variation': part.get('oracle', {}) if use_variation else {},
                     'cases': [case for cases in plans for case in cases]}
             judged = subprocess.run([toolchain.link['judge']], input=json.dumps(plan).encode(), stdout=subprocess.PIPE,
@@ -606,7 +624,7 @@ def main():
         if not secret:
             secret = secrets.token_hex(8)
             print(f'Shapes and inputs are drawn with --secret {secret}')
-        toolchain = Toolchain(options.build)
+        toolchain = Toolchain(options.build, is_of_hopper(lab))
         for i, path in enumerate(options.submission):
             results = grade(options.kernel, lab, path, toolchain, rubric, secret, options.variation)
             if options.json:

@@ -166,6 +166,12 @@ def cut_links(source, path, exists):
     return '\n'.join(result)
 
 
+def cut_rows_of_missing_files(source, exists):
+    """Markdown whose tables lack the rows that begin with the name of a kernel file that is not there."""
+    return '\n'.join(line for line in source.split('\n')
+                     for first in [re.match(r'\|\s*(\d\d_\S+\.cu)\s*\|', line)] if not first or exists(first[1]))
+
+
 def tracked_files(root):
     """The repository's files, sorted; those of git, or all but what is built where there is no git."""
     if (root / '.git').exists():
@@ -262,7 +268,7 @@ def make(root, kernel, out):
                     dropped = RESULT_SECTIONS + (SOLUTION_SECTIONS if name == lesson else ())
                     text = '\n'.join(cut_sections(text.split('\n'), lambda title: title in dropped or bool(
                         name == lesson and letter and is_of_later_step(title, letter))))
-                    text = cut_links(text, name, there.__contains__)
+                    text = cut_rows_of_missing_files(cut_links(text, name, there.__contains__), there.__contains__)
                 data = text.encode()
             target = made / name
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -26,6 +27,7 @@
 #include "common/attention/validate.h"
 #include "common/attention/work.h"
 #include "common/reference/compare.h"
+#include "common/reference/gradients.h"
 #include "common/reference/inputs.h"
 #include "common/reference/reference.h"
 #include "common/stage/ledger_json.h"
@@ -51,7 +53,8 @@ struct Limits {
 struct Reply {
   Response response;
   std::string text;
-  Outputs outputs;
+  Outputs outputs;      // of a forward pass
+  Gradients gradients;  // of a backward pass
   std::string trouble;  // where it gave no reply: why
   bool out_of_time = false;
 };
@@ -149,31 +152,49 @@ std::string describe_end(int status, const Limits& limits, bool* out_of_time) {
 }
 
 // Splits an answer into its parts; false where it is not one.
-bool parse(const Problem& p, const std::string& answer, Reply& reply) {
+bool parse(const Request& request, const std::string& answer, Reply& reply) {
   if (answer.size() < sizeof(Response)) return false;
   std::memcpy(&reply.response, answer.data(), sizeof(Response));
   const Response& r = reply.response;
-  const bool ran = r.outcome == Outcome::ran;
-  const uint64_t o = ran ? uint64_t(layout_o(p).extent()) * 2 : 0,
-                 l = ran ? uint64_t(p.rows()) * 4 : 0;
-  if (r.outcome > Outcome::refused || r.text_bytes > kMostText || r.o_bytes != o ||
-      r.l_bytes != l || answer.size() != sizeof(Response) + r.text_bytes + o + l)
+  std::array<uint64_t, 3> bytes{};
+  if (r.outcome == Outcome::ran) bytes = result_bytes(request.problem, request.backward);
+  if (r.outcome > Outcome::refused || r.text_bytes > kMostText || r.tensor_bytes != bytes ||
+      answer.size() != sizeof(Response) + r.text_bytes + bytes[0] + bytes[1] + bytes[2])
     return false;
   const char* at = answer.data() + sizeof(Response);
   reply.text.assign(at, r.text_bytes);
   at += r.text_bytes;
-  reply.outputs.o.resize(o / 2);
-  std::memcpy(reply.outputs.o.data(), at, o);
-  reply.outputs.l.resize(l / 4);
-  std::memcpy(reply.outputs.l.data(), at + o, l);
+  const auto take = [&](auto& elements, uint64_t size) {
+    elements.resize(size / sizeof(elements[0]));
+    if (size > 0) std::memcpy(elements.data(), at, size);
+    at += size;
+  };
+  if (request.backward) {
+    take(reply.gradients.dq, bytes[0]);
+    take(reply.gradients.dk, bytes[1]);
+    take(reply.gradients.dv, bytes[2]);
+  } else {
+    take(reply.outputs.o, bytes[0]);
+    take(reply.outputs.l, bytes[1]);
+  }
   return true;
 }
 
-Reply run(const char* program, const Limits& limits, Request request, const Inputs& inputs) {
-  const Problem& p = request.problem;
+Reply run(const char* program, const Limits& limits, const Request& request, const Inputs& inputs,
+          const BackwardInputs& given) {
   std::string question(reinterpret_cast<const char*>(&request), sizeof(request));
-  for (const auto* bits : {&inputs.q, &inputs.k, &inputs.v})
-    question.append(reinterpret_cast<const char*>(bits->data()), bits->size() * sizeof(uint16_t));
+  const auto add = [&](const auto& elements) {
+    question.append(reinterpret_cast<const char*>(elements.data()),
+                    elements.size() * sizeof(elements[0]));
+  };
+  add(inputs.q);
+  add(inputs.k);
+  add(inputs.v);
+  if (request.backward) {
+    add(given.forward.o);
+    add(given.d_o);
+    add(given.forward.l);
+  }
 
   int ask[2], tell[2];
   if (pipe2(ask, O_CLOEXEC) != 0 || pipe2(tell, O_CLOEXEC) != 0)
@@ -185,8 +206,8 @@ Reply run(const char* program, const Limits& limits, Request request, const Inpu
   close(ask[0]);
   close(tell[1]);
   Conversation conversation(ask[1], tell[0]);
-  const size_t most =
-      sizeof(Response) + kMostText + size_t(layout_o(p).extent()) * 2 + size_t(p.rows()) * 4;
+  const auto bytes = result_bytes(request.problem, request.backward);
+  const size_t most = sizeof(Response) + kMostText + size_t(bytes[0] + bytes[1] + bytes[2]);
   const bool in_time = conversation.hold(
       question, most, begin + std::chrono::milliseconds(int64_t(limits.wall_seconds * 1000)));
   close(ask[1]);
@@ -203,7 +224,7 @@ Reply run(const char* program, const Limits& limits, Request request, const Inpu
     reply.trouble = fmt::format("gave no result within {:g} s", limits.wall_seconds);
   } else if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
     reply.trouble = describe_end(status, limits, &reply.out_of_time);
-  } else if (!parse(p, conversation.answer, reply)) {
+  } else if (!parse(request, conversation.answer, reply)) {
     reply.trouble = "ended before it gave a result";
   }
   return reply;
@@ -243,16 +264,42 @@ InputKind kind_of(const std::string& name) {
   throw std::invalid_argument(fmt::format("input '{}' is no kind of inputs", name));
 }
 
-Json judge(const char* program, const std::string& stage, const Limits& limits,
-           const Variation& variation, const Json& test) {
+// What all cases of a plan have in common.
+struct Plan {
+  std::string runner, stage;
+  bool backward = false;
+  Limits limits;
+  Variation variation;
+};
+
+// One line about the gradients; empty where they are right. It names those that are right, since
+// which of the three are wrong says most about where the thought went wrong.
+std::string describe(const GradientComparison& comparison) {
+  std::string text = comparison.describe(), right;
+  if (text.empty()) return text;
+  for (const TensorComparison* tensor : {&comparison.dq, &comparison.dk, &comparison.dv}) {
+    if (tensor->ok) right += (right.empty() ? "" : ", ") + std::string(tensor->tensor);
+  }
+  return text + "; right: " + (right.empty() ? "none" : right);
+}
+
+Json judge(const Plan& plan, const Json& test) {
   const Problem p = problem_of(test);
-  const Inputs inputs = make_inputs(p, kind_of(get<std::string>(test, "input", "normal")),
-                                    get(test, "seed", uint64_t{1}));
+  const uint64_t seed = get(test, "seed", uint64_t{1});
+  const Inputs inputs = make_inputs(p, kind_of(get<std::string>(test, "input", "normal")), seed);
+  const GradientStrides strides = strides_of_tensors(p);
+  BackwardInputs given;
+  if (plan.backward)
+    given = {make_d_o(p, strides, seed), reference_outputs(p, inputs, plan.variation)};
   Request request{.problem = p,
+                  .backward = plan.backward,
+                  .deterministic = get(test, "deterministic", false),
                   .seed = get(test, "schedule", uint64_t{1}),
-                  .memory_bytes = limits.memory_bytes / 2};
-  stage.copy(request.stage, sizeof(request.stage) - 1);
-  const Reply reply = run(program, limits, request, inputs);
+                  .memory_bytes = plan.limits.memory_bytes / 2};
+  if (request.deterministic && !plan.backward)
+    throw std::invalid_argument("deterministic is of the backward pass alone");
+  plan.stage.copy(request.stage, sizeof(request.stage) - 1);
+  const Reply reply = run(plan.runner.c_str(), plan.limits, request, inputs, given);
 
   Json found;
   found["seconds"] = reply.response.seconds;
@@ -279,37 +326,50 @@ Json judge(const char* program, const std::string& stage, const Limits& limits,
   for (const auto& [name, value] : counts.items()) found[name] = value;
   const Tiles tiles = reply.response.tiles;
   found["tiles"] = {{"Br", tiles.Br}, {"Bc", tiles.Bc}};
-  if (const auto predicted = predicted_ledger(stage, p)) found["predicted"] = *predicted;
+  if (const auto predicted = predicted_ledger(plan.stage, p)) found["predicted"] = *predicted;
   if (tiles.Br > 0 && tiles.Bc > 0) {
     const TileCounts skipping = skipping_tile_counts(p, tiles.Br, tiles.Bc);
     found["needed_tiles"] = {{"visited", skipping.visited}, {"masked", skipping.masked}};
   }
-  const Oracle oracle = make_oracle(p, inputs, all_rows(p), variation);
-  const Comparison comparison = compare(p, oracle, reply.outputs);
-  return comparison.ok ? outcome("right", "") : outcome("wrong", comparison.describe());
+  std::string wrong;
+  if (plan.backward) {
+    const GradientOracles oracles =
+        make_gradient_oracles(p, strides, inputs, given.d_o, row_statistics(p, strides, given),
+                              all_gradient_rows(p), plan.variation);
+    wrong = describe(compare(p, strides, oracles, reply.gradients));
+  } else {
+    const Oracle oracle = make_oracle(p, inputs, all_rows(p), plan.variation);
+    wrong = compare(p, oracle, reply.outputs).describe();
+  }
+  return outcome(wrong.empty() ? "right" : "wrong", wrong);
 }
 
 int main_of_judge() {
   signal(SIGPIPE, SIG_IGN);
-  const Json plan = Json::parse(std::cin);
-  const std::string runner = plan.at("runner"), stage = plan.at("stage");
-  const Limits limits{.cpu_seconds = plan.at("cpu_seconds"),
-                      .wall_seconds = plan.at("wall_seconds"),
-                      .memory_bytes = plan.at("memory_mb").get<int64_t>() << 20};
-  const Json varied = get(plan, "variation", Json::object());
-  const Variation variation{.window = get(varied, "window", 0),
-                            .softcap = get(varied, "softcap", 0.f),
-                            .distance = get(varied, "distance", 0.f),
-                            .sink = get(varied, "sink", false)};
+  const Json asked = Json::parse(std::cin);
+  const Json varied = get(asked, "variation", Json::object());
+  const std::string pass = get<std::string>(asked, "pass", "forward");
+  if (pass != "forward" && pass != "backward")
+    throw std::invalid_argument(fmt::format("pass '{}'; allowed: forward, backward", pass));
+  const Plan plan{.runner = asked.at("runner"),
+                  .stage = asked.at("stage"),
+                  .backward = pass == "backward",
+                  .limits = {.cpu_seconds = asked.at("cpu_seconds"),
+                             .wall_seconds = asked.at("wall_seconds"),
+                             .memory_bytes = asked.at("memory_mb").get<int64_t>() << 20},
+                  .variation = {.window = get(varied, "window", 0),
+                                .softcap = get(varied, "softcap", 0.f),
+                                .distance = get(varied, "distance", 0.f),
+                                .sink = get(varied, "sink", false)}};
   Json findings = Json::array();
   bool out_of_time = false;
-  for (const Json& test : plan.at("cases")) {
+  for (const Json& test : asked.at("cases")) {
     if (out_of_time) {
       findings.push_back(
           {{"outcome", "out_of_time"}, {"message", "was not run: the test before took too long"}});
       continue;
     }
-    findings.push_back(judge(runner.c_str(), stage, limits, variation, test));
+    findings.push_back(judge(plan, test));
     out_of_time = findings.back()["outcome"] == "out_of_time";
   }
   std::cout << findings.dump(1) << '\n';

@@ -1,9 +1,11 @@
 // Runs the one stage that is linked in, a submission's, on the CPU model: reads a problem and its
-// inputs from one pipe, writes O, L and the ledger to another. It knows no right value. Before any
+// inputs from one pipe, writes O and L, or the gradients, and the ledger to another. It knows no
+// right value. Before any
 // code of the submission runs, even its static initialisers, the process has given up what it will
 // not need (course/sandbox.h).
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -11,6 +13,7 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "common/attention/layout.h"
 #include "common/gpu/cuda_support.h"
@@ -73,14 +76,23 @@ void write_all(const void* from, size_t bytes) {
   }
 }
 
-[[noreturn]] void respond(Response response, const std::string& text, const Outputs& outputs = {}) {
+// A tensor as bytes.
+struct Bytes {
+  const void* data = nullptr;
+  size_t size = 0;
+
+  Bytes() = default;
+  template <typename T>
+  Bytes(const std::vector<T>& x) : data(x.data()), size(x.size() * sizeof(T)) {}
+};
+
+[[noreturn]] void respond(Response response, const std::string& text,
+                          const std::array<Bytes, 3>& tensors = {}) {
   response.text_bytes = uint32_t(text.size());
-  response.o_bytes = outputs.o.size() * sizeof(uint16_t);
-  response.l_bytes = outputs.l.size() * sizeof(float);
+  for (size_t i = 0; i < tensors.size(); ++i) response.tensor_bytes[i] = tensors[i].size;
   write_all(&response, sizeof(response));
   write_all(text.data(), text.size());
-  write_all(outputs.o.data(), response.o_bytes);
-  write_all(outputs.l.data(), response.l_bytes);
+  for (const Bytes& tensor : tensors) write_all(tensor.data, tensor.size);
   _exit(0);  // no code of the submission runs any more
 }
 
@@ -114,14 +126,17 @@ void close_everything() {
 [[gnu::section(".preinit_array"), gnu::used]] void (*const before_all_others)() = close_everything;
 
 // The submission's stage.
-const Stage& stage_named(const char* id) {
+const Stage& stage_named(const char* id, bool backward) {
   const Stage* const stage = first_registered_stage();
   if (!stage) throw DeviceError("the file registers no stage: FLASHSTEPS_STAGE(...) is missing");
   if (stage->next) throw DeviceError("the file registers more than one stage");
   if (std::string(stage->id) != id) {
     throw DeviceError("the file registers stage " + std::string(stage->id) + "; this is lab " + id);
   }
-  if (!stage->forward) throw DeviceError("the stage has no forward pass");
+  if (!(backward ? stage->backward != nullptr : stage->forward != nullptr)) {
+    throw DeviceError(std::string("the stage has no ") + (backward ? "backward" : "forward") +
+                      " pass");
+  }
   return *stage;
 }
 
@@ -131,11 +146,20 @@ int main() {
   Request request;
   read_all(&request, sizeof(request));
   const Problem& p = request.problem;
+  const auto read_tensor = [](auto& elements, int64_t count) {
+    elements.resize(size_t(count));
+    read_all(elements.data(), elements.size() * sizeof(elements[0]));
+  };
   Inputs inputs;
-  for (auto& [bits, layout] :
-       {std::pair{&inputs.q, layout_q(p)}, {&inputs.k, layout_k(p)}, {&inputs.v, layout_v(p)}}) {
-    bits->resize(size_t(layout.extent()));
-    read_all(bits->data(), bits->size() * sizeof(uint16_t));
+  read_tensor(inputs.q, layout_q(p).extent());
+  read_tensor(inputs.k, layout_k(p).extent());
+  read_tensor(inputs.v, layout_v(p).extent());
+  BackwardInputs given;
+  const GradientStrides strides = strides_of_tensors(p);
+  if (request.backward) {
+    read_tensor(given.forward.o, layout_o(p).extent());
+    read_tensor(given.d_o, layout_do(p, strides).extent());
+    read_tensor(given.forward.l, p.rows());
   }
   model::Options options;
   options.seed = request.seed;
@@ -147,21 +171,30 @@ int main() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   };
   try {
-    const Stage& stage = stage_named(request.stage);
+    const Stage& stage = stage_named(request.stage, request.backward);
     const int64_t bytes = device_bytes(stage, p);
     if (bytes < 0 || bytes > request.memory_bytes) {
       throw DeviceError("asks for " + std::to_string(bytes) + " bytes of device memory; " +
                         std::to_string(request.memory_bytes) + " are allowed");
     }
     const auto device = make_model_device();
-    const ForwardRun run = run_forward(*device, stage, p, inputs);
     nlohmann::ordered_json counts;
+    const auto ran = [&](const std::array<Bytes, 3>& tensors) {
+      response.outcome = Outcome::ran;
+      response.tiles = tiles_of(stage, p);
+      response.seconds = seconds();
+      respond(response, counts.dump(), tensors);
+    };
+    if (request.backward) {
+      const BackwardRun run = run_backward(*device, stage, p, strides, inputs, given,
+                                           {.deterministic = request.deterministic});
+      counts["counts"] = *run.ledger;
+      ran({run.gradients.dq, run.gradients.dk, run.gradients.dv});
+    }
+    const ForwardRun run = run_forward(*device, stage, p, inputs);
     counts["counts"] = *run.ledger;
     if (run.lse_ledger) counts["lse_counts"] = *run.lse_ledger;
-    response.outcome = Outcome::ran;
-    response.tiles = tiles_of(stage, p);
-    response.seconds = seconds();
-    respond(response, counts.dump(), run.outputs);
+    ran({run.outputs.o, run.outputs.l});
   } catch (const model::Fault& fault) {
     response.outcome =
         fault.kind() == model::FaultKind::missing_part ? Outcome::missing : Outcome::fault;
