@@ -71,6 +71,7 @@ __global__ void __launch_bounds__(kRowThreads)
   for (int x = 0; x < kRowBlock; x += kRowThreads / kChunks) {
     const int i = i0 + x + threadIdx.x / kChunks;
     float sum = 0.f;
+    // BEGIN SOLUTION: D: the sum of dO o O over this row, in all lanes that share it
     if (i < p.seqlen_q && col < p.head_dim) {
       alignas(16) T o[8], d_o[8];
       *reinterpret_cast<uint4*>(o) = *reinterpret_cast<const uint4*>(O + p.o.offset(b, h, i) + col);
@@ -81,6 +82,7 @@ __global__ void __launch_bounds__(kRowThreads)
     }
 #pragma unroll
     for (int other = 1; other < kChunks; other *= 2) sum += __shfl_xor_sync(kFullMask, sum, other);
+    // END SOLUTION
     if (col == 0) {
       const float l = i < p.seqlen_q ? L[int64_t{bh} * p.seqlen_q + i] : -INFINITY;
       const int64_t at = int64_t{blockIdx.x} * kRowBlock + x + threadIdx.x / kChunks;
@@ -232,6 +234,8 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
 
 #pragma unroll 1
     for (int q0 = query0; q0 < query0 + W::kQueries; q0 += kStep) {
+      // BEGIN SOLUTION: P_rmem = S^T = K Q^T, dS_rmem = dP^T - D = V dO^T - D
+      // HANDOUT: float P_rmem[2][kStep / 8][4] = {}, dS_rmem[2][kStep / 8][4] = {};
       // S^T = K Q^T
       float P_rmem[2][kStep / 8][4] = {};
       if constexpr (W::kKept) {
@@ -256,6 +260,8 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
       } else {
         multiply_by_transposed<D, kUnroll>(dS_rmem, V_smem, key0, dO_tile, q0);
       }
+      // END SOLUTION
+      // BEGIN SOLUTION: P_rmem = P^T, from S^T and what L_tile has of each query
       // P^T = 2^(scale log2(e) S^T - log2(e) L). P is at most 1; what rounding makes more of it in
       // huge scores is cut off.
 #pragma unroll
@@ -268,6 +274,7 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
           P = fast_exp2(fminf(fmaf(P, p.scale * kLog2e, -L_rmem[e % 2]), 0.f));
         }
       }
+      // END SOLUTION
       if (masked()) {
 #pragma unroll
         for (int k = 0; k < kStep / 8; ++k) {
@@ -281,6 +288,7 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
           }
         }
       }
+      // BEGIN SOLUTION: add to dV and dK; leave dS^T (and P^T) to other warps
       multiply<D>(dV_rmem, P_rmem, dO_tile, q0, col0);  // dV += P^T dO
       if constexpr (W::kHalves > 1) store_rounded<kBr>(P_smem, key0, q0, P_rmem);
 
@@ -292,6 +300,7 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
       }
       store_rounded<kBr>(dS_smem, key0, q0, dS_rmem);
       multiply<D>(dK_rmem, dS_rmem, Q_tile, q0, col0);  // dK += dS^T Q
+      // END SOLUTION
     }
     const int thread = fresh_thread_index();
     // A turn that was not passed on at once (below): its sums have long been under way, so that
@@ -307,14 +316,17 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
     const int dQ_row0 = thread / 32 % W::kRowWarps * 32;
     const int dQ_col0 = thread / 32 / W::kRowWarps * W::kColumns;
     float dQ_rmem[2][W::kColumns / 8][4] = {};
+    // BEGIN SOLUTION: the part of dQ that these keys give: dS K
     multiply_transposed<kBc, kBr, D, kUnroll_dQ>(dQ_rmem, dS_smem, dQ_row0, K_smem, dQ_col0,
                                                  thread);
+    // END SOLUTION
     if constexpr (kInOrder) {
       // The blocks with later keys that see the tile were here before.
       const int last_tile = p.last_key(i0 + kBr - 1) / kBc;
       turn_wait(turn_at(h, tile_q), last_tile - tile_k);
     }
     const int bh = b * p.heads + h;
+    // BEGIN SOLUTION: add it in dQ_acc to that of other blocks, where there are rows and columns
     float* const acc = dQ_acc + acc_fragment(p, bh, i0 + dQ_row0, dQ_col0) + thread % 32 * 4;
     const int acc_row = 16 * p.head_dim;
     const int valid_rows = p.seqlen_q - i0 - dQ_row0, valid_cols = p.head_dim - dQ_col0;
@@ -327,11 +339,14 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
         }
       }
     }
+    // END SOLUTION
     if constexpr (W::kHalves > 1) {
+      // BEGIN SOLUTION: the same sums over the queries of the warp that has the same keys
       // The same, of the queries of the warp that has the same keys.
       const int q0 = W::kQueries - query0;
       multiply_tiles<W::kQueries, kBr, D>(dV_rmem, P_smem, key0, dO_tile, q0, col0, thread);
       multiply_tiles<W::kQueries, kBr, D>(dK_rmem, dS_smem, key0, Q_tile, q0, col0, thread);
+      // END SOLUTION
     }
     // The sums have been under way for the products above.
     if constexpr (kInOrder && W::kHalves > 1) turn_pass(turn_at(h, tile_q));

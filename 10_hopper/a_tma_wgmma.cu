@@ -118,12 +118,14 @@ __global__ void __launch_bounds__(kBr * 2, 1)
     prefetch_tensor_map(Q_map);
     prefetch_tensor_map(K_map);
     prefetch_tensor_map(V_map);
+    // BEGIN SOLUTION: make the mbarriers of Q, K and V, and let TMA know of them
     for (int q = 0; q < kWarpgroups; ++q) mbarrier_init(&Q_full[q], 1);
     for (int s = 0; s < kStages; ++s) {
       mbarrier_init(&K_full[s], 1);
       mbarrier_init(&V_full[s], 1);
     }
     fence_mbarrier_init();
+    // END SOLUTION
   }
   __syncthreads();  // the mbarriers are there
 
@@ -148,10 +150,12 @@ __global__ void __launch_bounds__(kBr * 2, 1)
   Ring<kStages> K_next, V_next;
   const auto load = [&](Ring<kStages>& ring, mbarrier_t* full, T* tiles_smem, const TensorMap& map,
                         int tile_k, int kv_head, int b) {
+    // BEGIN SOLUTION: have the tile copied to the place of the ring, announced at its mbarrier
     mbarrier_arrive_expect_tx(&full[ring.stage], kKV * sizeof(T));
     load_tile<kBc, D, CacheHint::evict_last>(tiles_smem + ring.stage * kKV, map, &full[ring.stage],
                                              tile_k * kBc, kv_head, b);
     ring.next();
+    // END SOLUTION
   };
   const auto load_K = [&](int tile_k, int kv_head, int b) {
     load(K_next, K_full, K_smem, K_map, tile_k, kv_head, b);
@@ -191,6 +195,7 @@ __global__ void __launch_bounds__(kBr * 2, 1)
                    O_rmem[c][2 * half] * l_inverse, O_rmem[c][2 * half + 1] * l_inverse);
       }
     }
+    // BEGIN SOLUTION: let TMA store the warp's 16 rows
     fence_proxy_async();  // TMA sees what this lane stored
     __syncwarp();         // all lanes have left their part of the warp's rows
     if (lane == 0) {
@@ -201,6 +206,7 @@ __global__ void __launch_bounds__(kBr * 2, 1)
       }
       tma_store_commit();
     }
+    // END SOLUTION
   };
   const auto softmax = [&](float(&S_rmem)[kBc / 8][4], int i0, int tiles_unmasked, int tile_k,
                            float(&rescale)[2]) {
@@ -224,17 +230,21 @@ __global__ void __launch_bounds__(kBr * 2, 1)
 
   uint32_t P_rmem[kBc / 16][4];
   const auto start_S = [&](float(&S_rmem)[kBc / 8][4]) {
+    // BEGIN SOLUTION: start S = Q K^T for the warpgroup's rows, when K is there
     mbarrier_wait(&K_full[K_ring.stage], K_ring.phase);
     wgmma_fence();
     start_multiply_by_transposed<D, 64, kBc>(S_rmem, Q_smem + q * kQ, 0,
                                              K_smem + K_ring.stage * kKV);
     wgmma_commit();
+    // END SOLUTION
   };
   const auto start_PV = [&] {
+    // BEGIN SOLUTION: start O += P V, when V is there
     mbarrier_wait(&V_full[V_ring.stage], V_ring.phase);
     wgmma_fence();
     start_multiply<D>(O_rmem, P_rmem, V_smem + V_ring.stage * kKV);
     wgmma_commit();
+    // END SOLUTION
   };
 
   if (w.tiles_k > 0) {
@@ -242,6 +252,8 @@ __global__ void __launch_bounds__(kBr * 2, 1)
     mbarrier_wait(&Q_full[q], 0);
 #pragma unroll 1
     for (int tile_k = w.tiles_k - 1; tile_k >= 0; --tile_k) {
+      // BEGIN SOLUTION: have the next tile copied, and S of this one computed
+      // HANDOUT: float S_rmem[kBc / 8][4];
       // Into the buffers of the tile before, which all were done with at the barrier below.
       if (threadIdx.x == 0 && tile_k > 0) {
         load_K(tile_k - 1, kv_head, b);
@@ -251,6 +263,7 @@ __global__ void __launch_bounds__(kBr * 2, 1)
       start_S(S_rmem);
       wgmma_wait<0>(S_rmem);
       K_ring.next();
+      // END SOLUTION
       softmax(S_rmem, w.i0, w.tiles_unmasked, tile_k, rescale);
       to_operands<T>(P_rmem, S_rmem);
       const bool grew = rescale[0] != 1.f || rescale[1] != 1.f;
@@ -261,10 +274,12 @@ __global__ void __launch_bounds__(kBr * 2, 1)
           for (int e = 0; e < 4; ++e) O_rmem[c][e] *= rescale[e / 2];
         }
       }
+      // BEGIN SOLUTION: O += P V; and the buffers may be written
       start_PV();
       wgmma_wait<0>(O_rmem);
       V_ring.next();
       __syncthreads();  // all are done with the tile: its buffers may be written
+      // END SOLUTION
     }
   }
   note_tiles_done();

@@ -124,8 +124,10 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
     for (int s = 0; s < kStages; ++s) {
       mbarrier_init(&K_full[s], 1);
       mbarrier_init(&V_full[s], 1);
+      // BEGIN SOLUTION: make the mbarriers of buffers that are empty
       mbarrier_init(&K_empty[s], 4 * kWarpgroups);
       mbarrier_init(&V_empty[s], 4 * kWarpgroups);
+      // END SOLUTION
     }
     fence_mbarrier_init();
   }
@@ -142,6 +144,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
   if (warpgroup < 0) {
     shrink_registers<kWarpgroups == 2 ? 40 : 32>();
     if (threadIdx.x == 0 && w.tiles_k > 0) {
+      // BEGIN SOLUTION: load Q, and all tiles of K and V, each where a buffer is empty
       // Of a new mbarrier the phase of parity 1 counts as ended: all buffers are empty.
       Ring<kStages> K_ring{0, 1}, V_ring{0, 1};
       const int b = w.bh / p.heads, h = w.bh - b * p.heads, kv_head = p.kv_head(h);
@@ -173,6 +176,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
         load_K(tile_k, kv_head, b);
         load_V(tile_k, kv_head, b);
       }
+      // END SOLUTION
     }
   } else {
     grow_registers<kWarpgroups == 2 ? 232 : 160>();
@@ -180,8 +184,10 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
     const int g = lane / 4, t = lane % 4;  // PTX's names: a fragment's row and pair
     const int row0 = warpgroup * 64 + warp * 16 + g;
     const auto release = [&](Ring<kStages>& ring, mbarrier_t* empty) {
+      // BEGIN SOLUTION: this warp is done with the buffer; go on to the next
       if (lane == 0) mbarrier_arrive(&empty[ring.stage]);
       ring.next();
+      // END SOLUTION
     };
     Ring<kStages> K_ring, V_ring;
     const int q = warpgroup;  // its part of Q
@@ -259,10 +265,13 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
       mbarrier_wait(&Q_full[q], 0);
 #pragma unroll 1
       for (int tile_k = w.tiles_k - 1; tile_k >= 0; --tile_k) {
+        // BEGIN SOLUTION: compute S, and give K back
+        // HANDOUT: float S_rmem[kBc / 8][4];
         float S_rmem[kBc / 8][4];
         start_S(S_rmem);
         wgmma_wait<0>(S_rmem);
         release(K_ring, K_empty);
+        // END SOLUTION
         softmax(S_rmem, w.i0, w.tiles_unmasked, tile_k, rescale);
         to_operands<T>(P_rmem, S_rmem);
         const bool grew = rescale[0] != 1.f || rescale[1] != 1.f;
@@ -273,9 +282,11 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
             for (int e = 0; e < 4; ++e) O_rmem[c][e] *= rescale[e / 2];
           }
         }
+        // BEGIN SOLUTION: O += P V, and give V back
         start_PV();
         wgmma_wait<0>(O_rmem);
         release(V_ring, V_empty);
+        // END SOLUTION
       }
     }
     note_tiles_done();

@@ -1,4 +1,4 @@
-"""What labs_test.py hands in: cheats in the kernel of lab 06, and kernels with faults for labs 03 to 08.
+"""What labs_test.py hands in: cheats in the kernel of lab 06, and kernels with faults for labs 03 to 10b.
 
 A cheat is (what it does to the source, what its author is told); a fault is (the edits, what is told, the most points that may
 still be earned)."""
@@ -134,6 +134,7 @@ ONLY_128 = 'p.seqlen_q == 128 && p.seqlen_k == 128 && !p.causal'
 ROWS = '    if (i0 + own_row >= p.seqlen_q) continue;\n'
 MERGED = "      __syncthreads();  // every warp's P V and row sums have arrived\n"
 STORED = ('if (i0 + row < p.seqlen_q && col < p.head_dim) {', 'if (col < p.head_dim) {')
+ROW_OF_L = ('if (t == 0 && i < p.seqlen_q)', 'if (t == 0)')
 INVERSE = 'const float l_inverse = l == 0.f ? 0.f : divide(1.f, l);'
 
 
@@ -185,5 +186,28 @@ FAULTS = {
         'missing_barrier': ([('    __syncthreads();  // V has arrived; all are done with K\n', '')], r'RACE|IN FLIGHT', 0),
         'hard_coded': ([(INVERSE, INVERSE.replace('divide(1.f, l)', f'{ONLY_128} ? divide(1.f, l) : NAN'))],
                        r'is -?nan', 12),
+    },
+    '09': {
+        'deadlock': ([('    __syncthreads();  // dS (and P)', LEAVES + '    __syncthreads();  // dS (and P)')], DEADLOCK, 5),
+        'out_of_bounds': ([('if (j0 + row < p.seqlen_k && col < p.head_dim) {', 'if (col < p.head_dim) {')],
+                          r'OUT OF BOUNDS: writes .* at d[KV]\[', 60),
+        'missing_barrier': ([('    __syncthreads();  // dS (and P) of all keys have arrived\n', '')],
+                            r'RACE: reads (dS|P)_smem', 0),
+        'hard_coded': ([('dS_rmem[r][k][e] *= P_rmem[r][k][e];', f'dS_rmem[r][k][e] *= {ONLY_128} ? P_rmem[r][k][e] : NAN;')],
+                       r'd[QK]\[.* is -?nan', 12),
+    },
+    '10a': {
+        'deadlock': ([('mbarrier_init(&V_full[s], 1);', 'mbarrier_init(&V_full[s], 2);')], DEADLOCK, 5),
+        'out_of_bounds': ([ROW_OF_L], r'OUT OF BOUNDS: writes .* at L\[', 60),
+        'missing_barrier': ([('      __syncthreads();  // all are done with the tile: its buffers may be written\n', '')],
+                            r'RACE: a TMA load overwrites|BARRIER', 30),
+        'hard_coded': ([(INVERSE, INVERSE.replace('divide(1.f, l)', f'{ONLY_128} ? divide(1.f, l) : NAN'))], r'is -?nan', 12),
+    },
+    '10b': {
+        'deadlock': ([('K_ring{0, 1}', 'K_ring{0, 0}')], DEADLOCK, 5),
+        'out_of_bounds': ([ROW_OF_L], r'OUT OF BOUNDS: writes .* at L\[', 60),
+        'missing_barrier': ([('        mbarrier_wait(&empty[ring.stage], ring.phase);  // all have multiplied by it\n', '')],
+                            r'RACE: a TMA load overwrites|BARRIER', 30),
+        'hard_coded': ([(INVERSE, INVERSE.replace('divide(1.f, l)', f'{ONLY_128} ? divide(1.f, l) : NAN'))], r'is -?nan', 12),
     },
 }
