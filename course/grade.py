@@ -378,6 +378,9 @@ def tiles_in_window(case, Br, Bc, window):
     return visited * case.get('batch', 1) * case.get('heads', 1)
 
 
+OF_TILES = {'Br', 'Bc', 'Tr', 'Tc', 'visited', 'masked'}  # what a claim may name where the stage has tiles
+
+
 def names_of(case, finding):
     """What a claim's formula may name: the lessons' symbols."""
     tiles = finding.get('tiles', {})
@@ -423,6 +426,12 @@ def failed_claims(claims, case, finding):
         else:
             try:
                 wanted = eval(str(formula), {'__builtins__': {}}, names_of(case, finding))  # the instructor's own formula
+            except NameError as error:
+                tiles = finding.get('tiles', {})
+                if error.name not in OF_TILES or tiles.get('Br') and tiles.get('Bc'):
+                    raise BadInput(f"rubric: {claim['count']}: {formula}: {error}")
+                failed.append(f"{claim['count']}: must be {formula}, and the stage has no tiles (its tiles() gives 0 for Br or Bc)")
+                continue
             except Exception as error:
                 raise BadInput(f"rubric: {claim['count']}: {formula}: {error}")
         if isinstance(counted, dict) or isinstance(wanted, dict):

@@ -277,6 +277,16 @@ def earlier(build):
         expect_score(results, 0, 3, f'{before} as {which}')  # of no keys 05 has nothing to divide either
         expect(f'{claims[which]}: counted' in said(results), f'{before} as {which}: {said(results)[:500]}')
         print(f"{before} as {which}: {results['score']:g} points")
+    # A stage of the other pass, and a backward pass that is right everywhere and has no tile and no product of tensor cores.
+    grader = Grader(build, '09')
+    plain = (ROOT / 'tests/kernels/plain_backward.cu').read_text()
+    for what, source, words in [
+            ('08', edited(solution('08'), ('FLASHSTEPS_STAGE("08"', 'FLASHSTEPS_STAGE("09"')), 'the stage has no backward pass'),
+            ('a plain kernel', edited(plain, ('FLASHSTEPS_BACKWARD_STAGE("90"', 'FLASHSTEPS_BACKWARD_STAGE("09"')),
+             'and the stage has no tiles')]:
+        results = grader(source)
+        expect_score(results, 0, 0, f'{what} as 09')
+        expect(words in said(results), f'{what} as 09: {said(results)[:500]}')
 
 
 # --- the rest of the grader's promises ---------------------------------------------------------------------------------------
