@@ -185,7 +185,9 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
       if (lane == 0) mbarrier_arrive(&empty[ring.stage]);
       ring.next();
     };
+    // BEGIN SOLUTION: whose turn it is at first
     if (warpgroup == kWarpgroups - 1) pass_turn();  // the first one begins
+    // END SOLUTION
     Ring<kStages> K_ring, V_ring;
     const int q = warpgroup;  // its part of Q
 
@@ -250,6 +252,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
                                                K_smem + K_ring.stage * kKV);
       wgmma_commit();
     };
+    // BEGIN SOLUTION: O += P V, and the loop over tiles, in turns
     const auto start_PV = [&] {
       mbarrier_wait(&V_full[V_ring.stage], V_ring.phase);
       wait_turn();
@@ -286,6 +289,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
       }
       pass_turn();  // the last P V's
     }
+    // END SOLUTION
     note_tiles_done();
     store(w, Q_smem + q * kQ, m_rmem, l_rmem);
     tma_store_wait_read<0>();  // the block's shared memory goes with it

@@ -167,6 +167,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
         load(V_ring, V_full, V_empty, V_smem, V_map, tile_k, kv_head, b);
       };
       load_Q();
+      // BEGIN SOLUTION: load K and V in the order in which they are taken
       load_K(w.tiles_k - 1, kv_head, b);
 #pragma unroll 1
       for (int tile_k = w.tiles_k - 1; tile_k >= 0; --tile_k) {
@@ -174,6 +175,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
         if (tile_k > 0) load_K(tile_k - 1, kv_head, b);
         load_V(tile_k, kv_head, b);
       }
+      // END SOLUTION
     }
   } else {
     grow_registers<kWarpgroups == 2 ? 232 : 160>();
@@ -245,6 +247,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
     };
 
     uint32_t P_rmem[kBc / 16][4];
+    // BEGIN SOLUTION: start S of a tile before P V of the one before; the softmax runs beside it
     const auto start_S = [&](float(&S_rmem)[kBc / 8][4]) {
       mbarrier_wait(&K_full[K_ring.stage], K_ring.phase);
       wait_turn();
@@ -298,6 +301,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
       start_PV();
       wgmma_wait<0>(O_rmem);
     }
+    // END SOLUTION
     note_tiles_done();
     store(w, Q_smem + q * kQ, m_rmem, l_rmem);
     tma_store_wait_read<0>();  // the block's shared memory goes with it

@@ -1,4 +1,4 @@
-"""What labs_test.py hands in: cheats in the kernel of lab 06, and kernels with faults for labs 03 to 10b.
+"""What labs_test.py hands in: cheats in the kernel of lab 06, and kernels with faults for labs 03 to 10d.
 
 A cheat is (what it does to the source, what its author is told); a fault is (the edits, what is told, the most points that may
 still be earned)."""
@@ -208,6 +208,19 @@ FAULTS = {
         'out_of_bounds': ([ROW_OF_L], r'OUT OF BOUNDS: writes .* at L\[', 60),
         'missing_barrier': ([('        mbarrier_wait(&empty[ring.stage], ring.phase);  // all have multiplied by it\n', '')],
                             r'RACE: a TMA load overwrites|BARRIER', 30),
+        'hard_coded': ([(INVERSE, INVERSE.replace('divide(1.f, l)', f'{ONLY_128} ? divide(1.f, l) : NAN'))], r'is -?nan', 12),
+    },
+    '10c': {
+        'deadlock': ([('    if (warpgroup == kWarpgroups - 1) pass_turn();  // the first one begins\n', '')], DEADLOCK, 5),
+        'out_of_bounds': ([ROW_OF_L], r'OUT OF BOUNDS: writes .* at L\[', 60),
+        'missing_barrier': ([('        wgmma_wait<0>(S_rmem);\n', '')], r'REGISTERS|IN FLIGHT|RACE', 5),
+        'hard_coded': ([(INVERSE, INVERSE.replace('divide(1.f, l)', f'{ONLY_128} ? divide(1.f, l) : NAN'))], r'is -?nan', 12),
+    },
+    '10d': {
+        'deadlock': ([('        start_PV();\n        pass_turn();\n', '        start_PV();\n')], DEADLOCK, 30),
+        'out_of_bounds': ([ROW_OF_L], r'OUT OF BOUNDS: writes .* at L\[', 60),
+        'missing_barrier': ([('        wgmma_wait<0>(O_rmem);\n        release(V_ring, V_empty);\n',
+                              '        release(V_ring, V_empty);\n')], r'REGISTERS|IN FLIGHT|RACE', 30),
         'hard_coded': ([(INVERSE, INVERSE.replace('divide(1.f, l)', f'{ONLY_128} ? divide(1.f, l) : NAN'))], r'is -?nan', 12),
     },
 }
