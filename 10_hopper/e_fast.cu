@@ -140,7 +140,9 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
     prefetch_tensor_map(V_map);
     for (int q = 0; q < kQStages * kWarpgroups; ++q) {
       mbarrier_init(&Q_full[q], 1);
+      // BEGIN SOLUTION: make the mbarrier of a buffer of Q that O has left
       mbarrier_init(&Q_empty[q], 4);  // warps
+      // END SOLUTION
     }
     for (int s = 0; s < kStages; ++s) {
       mbarrier_init(&K_full[s], 1);
@@ -209,6 +211,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
       const auto load_V = [&](int tile_k, int kv_head, int b) {
         load(V_ring, V_full, V_empty, V_smem, V_map, tile_k, kv_head, b);
       };
+      // BEGIN SOLUTION: load for one row block after the other, the next Q ahead of its time
       bool more = next(w, [](const Work&) {});
       if (more) {
         load_Q();
@@ -231,6 +234,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
           load_V(tile_k, kv_head_now, b_now);
         }
       }
+      // END SOLUTION
     }
   } else {
     grow_registers<kWarpgroups == 2 ? 232 : 160>();
@@ -327,6 +331,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
       wgmma_commit();
     };
 
+    // BEGIN SOLUTION: one pipeline over the tiles of one row block after the other
     Work w{}, w_next{};
     if (next(w_next, store_no_keys)) {
       float rescale[2];
@@ -395,6 +400,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
       store(w, Q_smem + q * kQ, m_rmem, l_rmem);
       tma_store_wait_read<0>();  // the block's shared memory goes with it
     }
+    // END SOLUTION
   }
 }
 

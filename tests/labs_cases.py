@@ -1,4 +1,4 @@
-"""What labs_test.py hands in: cheats in the kernel of lab 06, and kernels with faults for labs 03 to 10d.
+"""What labs_test.py hands in: cheats in the kernel of lab 06, and kernels with faults for labs 03 to 10e.
 
 A cheat is (what it does to the source, what its author is told); a fault is (the edits, what is told, the most points that may
 still be earned)."""
@@ -221,6 +221,13 @@ FAULTS = {
         'out_of_bounds': ([ROW_OF_L], r'OUT OF BOUNDS: writes .* at L\[', 60),
         'missing_barrier': ([('        wgmma_wait<0>(O_rmem);\n        release(V_ring, V_empty);\n',
                               '        release(V_ring, V_empty);\n')], r'REGISTERS|IN FLIGHT|RACE', 30),
+        'hard_coded': ([(INVERSE, INVERSE.replace('divide(1.f, l)', f'{ONLY_128} ? divide(1.f, l) : NAN'))], r'is -?nan', 12),
+    },
+    '10e': {
+        'deadlock': ([('          if (lane == 0) mbarrier_arrive(&Q_empty[q_done]);\n', '')], DEADLOCK, 30),
+        'out_of_bounds': ([ROW_OF_L], r'OUT OF BOUNDS: writes .* at L\[', 60),
+        'missing_barrier': ([("          tma_store_wait_read<0>();  // Q's buffer may be written; only lane 0 has stores\n", '')],
+                            r'RACE|IN FLIGHT|NEVER WAITED', 30),
         'hard_coded': ([(INVERSE, INVERSE.replace('divide(1.f, l)', f'{ONLY_128} ? divide(1.f, l) : NAN'))], r'is -?nan', 12),
     },
 }
