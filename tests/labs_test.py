@@ -273,7 +273,7 @@ def earlier(build):
         if which not in claims:
             continue
         source = solution(before)
-        results = Grader(build, which)(edited(source, (f'FLASHSTEPS_STAGE("{before}"', f'FLASHSTEPS_STAGE("{which}"')))
+        results = Grader(build, which)(edited(source, (f'STAGE("{before}"', f'STAGE("{which}"')))
         expect_score(results, 0, 3, f'{before} as {which}')  # of no keys 05 has nothing to divide either
         expect(f'{claims[which]}: counted' in said(results), f'{before} as {which}: {said(results)[:500]}')
         print(f"{before} as {which}: {results['score']:g} points")
