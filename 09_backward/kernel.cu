@@ -234,8 +234,8 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
 
 #pragma unroll 1
     for (int q0 = query0; q0 < query0 + W::kQueries; q0 += kStep) {
-      // BEGIN SOLUTION: P_rmem = S^T = K Q^T, dS_rmem = dP^T - D = V dO^T - D
-      // HANDOUT: float P_rmem[2][kStep / 8][4] = {}, dS_rmem[2][kStep / 8][4] = {};
+      // BEGIN SOLUTION: P_rmem = S^T = K Q^T, a row for each key
+      // HANDOUT: float P_rmem[2][kStep / 8][4] = {};
       // S^T = K Q^T
       float P_rmem[2][kStep / 8][4] = {};
       if constexpr (W::kKept) {
@@ -243,8 +243,11 @@ __global__ void __launch_bounds__(Split<D, kBr, kBc>::kThreads, 256 / Split<D, k
       } else {
         multiply_by_transposed<D, kUnroll>(P_rmem, K_smem, key0, Q_tile, q0);
       }
+      // END SOLUTION
       // Here, where the tensor cores have both products to do: before them they would wait.
       if constexpr (kStep == W::kQueries) load_tile(next_h, next_tile_q, buffer);
+      // BEGIN SOLUTION: dS_rmem = dP^T - D = V dO^T - D
+      // HANDOUT: float dS_rmem[2][kStep / 8][4] = {};
       // dP^T - D = V dO^T - D, the subtraction first: the sums start from -D. Before P is needed,
       // so that the tensor cores have this to do while the exponentials are computed.
       float dS_rmem[2][kStep / 8][4];

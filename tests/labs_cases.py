@@ -193,7 +193,7 @@ FAULTS = {
                           r'OUT OF BOUNDS: writes .* at d[KV]\[', 60),
         'missing_barrier': ([('    __syncthreads();  // dS (and P) of all keys have arrived\n', '')],
                             r'RACE: reads (dS|P)_smem', 0),
-        'hard_coded': ([('dS_rmem[r][k][e] *= P_rmem[r][k][e];', f'dS_rmem[r][k][e] *= {ONLY_128} ? P_rmem[r][k][e] : NAN;')],
+        'hard_coded': ([('*= P_rmem[e / 4][k][e % 4];', f'*= {ONLY_128} ? P_rmem[e / 4][k][e % 4] : NAN;')],
                        r'd[QK]\[.* is -?nan', 12),
     },
     '10a': {
