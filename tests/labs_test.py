@@ -220,7 +220,8 @@ def lab(build, which):
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     print(f"{which}: {results['score']:g} points, {seconds:.1f} s of processor time, "
           f'at most {after.ru_maxrss / 1024:.0f} MB a process')
-    expect(seconds < 20, f'{which}: grading takes {seconds:.1f} s of processor time')
+    # Room for a busy machine, where the same work takes half as much processor time again, and more.
+    expect(seconds < 25, f'{which}: grading takes {seconds:.1f} s of processor time')
     expect(after.ru_maxrss < 600 * 1024, f'{which}: a process of grading takes {after.ru_maxrss} KB')
 
 
