@@ -13,6 +13,7 @@ for filter in '*Cases.*:-*cuda*' '*Backward*:-*Cases*:*KeepsEveryConvention*:*cu
     printf '%s\n' "$log" | grep -m 2 -A 4 'Failure'
     exit 0
   fi
+  case $log in *'no test case was selected'*) continue ;; esac  # a forward stage has none of the second kind
   if [ "$status" -ne 0 ]; then
     break  # it crashed, which is not what a test's failure looks like
   fi
