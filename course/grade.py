@@ -592,7 +592,10 @@ def grade(kernel, lab, path, toolchain, rubric, secret, use_variation):
 
 
 def write_json(path, results):
-    """Beside the file, then in its place, so that nobody sees half of one."""
+    """Beside the file, then in its place, so that nobody sees half of one; straight into a device or a pipe."""
+    if path.exists() and not path.is_file():
+        path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + '\n')
+        return
     new = path.with_name(path.name + '.new')
     new.write_text(json.dumps(results, indent=1, ensure_ascii=False) + '\n')
     new.replace(path)

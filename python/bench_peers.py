@@ -868,14 +868,17 @@ class LadderTable:
 
 
 def write_beside(path, text):
-    beside = f"{path}.{os.getpid()}.new"
+    # A device or a pipe is written to, not replaced.
+    beside = path if os.path.exists(path) and not os.path.isfile(path) else f"{path}.{os.getpid()}.new"
     try:
         with open(beside, "w", encoding="utf-8") as file:
             file.write(text)
-        os.replace(beside, path)
+        if beside != path:
+            os.replace(beside, path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            os.remove(beside)
+        if beside != path:
+            with contextlib.suppress(OSError):
+                os.remove(beside)
         refuse(str(error))
 
 

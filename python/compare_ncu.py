@@ -276,11 +276,13 @@ def main():
             result["stages"].append(entry)
 
     if options.json:
-        beside = f"{options.json}.{os.getpid()}.new"
+        special = os.path.exists(options.json) and not os.path.isfile(options.json)  # is written to, not replaced
+        beside = options.json if special else f"{options.json}.{os.getpid()}.new"
         with open(beside, "w", encoding="utf-8") as file:
             json.dump(result, file, indent=2)
             file.write("\n")
-        os.replace(beside, options.json)
+        if not special:
+            os.replace(beside, options.json)
     compared = [(entry["stage"], row) for entry in result["stages"] for key in ("forward", "lse")
                 for row in entry.get(key, [])]
     unread = sorted({row["name"] for _, row in compared if row["equal"] is None})

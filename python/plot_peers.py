@@ -96,6 +96,8 @@ def draw(result, picture):
     gnuplot = shutil.which("gnuplot")
     if not gnuplot:
         raise NoPicture("gnuplot was not found; install gnuplot-nox")
+    if os.path.exists(picture) and not os.path.isfile(picture):
+        raise NoPicture(f"{picture}: not a regular file")
     beside = f"{picture}.{os.getpid()}.new"
     try:
         run = subprocess.run([gnuplot], input=f"{head}set output {quoted(beside)}\n{body}set output\n", text=True,

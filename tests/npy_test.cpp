@@ -8,8 +8,10 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <sstream>
 #include <string>
+#include <thread>
 
 #include "common/reference/file.h"
 #include "common/reference/float16.h"
@@ -276,6 +278,22 @@ TEST_F(NpyTest, AFailedWriteLeavesNothing) {
   std::ofstream(path("taken.npy") / "inside") << "x";
   EXPECT_THROW(write_npy(path("taken.npy"), shape, std::span<const float>(value)),
                std::runtime_error);
+  EXPECT_EQ(files_in_directory(), 1u);  // no file beside it was left
+}
+
+// A pipe or a device is written to. A file in its place would be the end of /dev/null, for root.
+TEST_F(NpyTest, WritesToAPipeAndLeavesItOne) {
+  ASSERT_EQ(::mkfifo(path("pipe").c_str(), 0600), 0);
+  std::string read;
+  std::thread reader([&] {
+    std::ifstream in(path("pipe"), std::ios::binary);
+    read.assign(std::istreambuf_iterator<char>(in), {});
+  });
+  require_writable("--out", path("pipe"));
+  write_file(path("pipe"), {"one ", "two"});
+  reader.join();
+  EXPECT_EQ(read, "one two");
+  EXPECT_EQ(fs::status(path("pipe")).type(), fs::file_type::fifo);
   EXPECT_EQ(files_in_directory(), 1u);  // no file beside it was left
 }
 

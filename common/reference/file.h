@@ -9,6 +9,7 @@
 namespace flashsteps {
 
 /// Writes the parts, one after another, to a new file beside `path`, then renames it to `path`.
+/// A device or a pipe is written to as it is.
 ///
 /// \throws std::runtime_error with one line that begins with the path; the new file is then gone
 void write_file(const std::filesystem::path& path, std::initializer_list<std::string_view> parts);

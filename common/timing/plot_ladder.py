@@ -124,6 +124,8 @@ def main(arguments):
     gnuplot = shutil.which("gnuplot")
     if not gnuplot:
         refuse("gnuplot was not found; install gnuplot-nox", 3)
+    if os.path.exists(picture) and not os.path.isfile(picture):
+        refuse(f"{picture}: not a regular file")
     beside = f"{picture}.{os.getpid()}.new"
     try:
         run = subprocess.run([gnuplot], input=f"{STYLE}set output {quoted(beside)}\n{script}set output\n",
