@@ -222,6 +222,36 @@ class BenchArguments(Tools):
         self.assert_refused(self.bench("--library", text, torch=has_card), 2, "text.so cannot be loaded")
 
 
+class SpecialFiles(Tools):
+    """A pipe is written to, and no tool puts a file or a picture in its place."""
+
+    def setUp(self):
+        super().setUp()
+        self.pipe = self.folder / "pipe"
+        os.mkfifo(self.pipe)
+
+    def read_while(self, write):
+        with subprocess.Popen(["cat", str(self.pipe)], stdout=subprocess.PIPE, text=True) as reader:
+            write()
+            text = reader.communicate(timeout=10)[0]
+        self.assertTrue(self.pipe.is_fifo())
+        self.assertEqual(os.listdir(self.folder), ["pipe"])
+        return text
+
+    def test_a_result_goes_into_a_pipe(self):
+        self.assertEqual(self.read_while(lambda: bench_peers.write_beside(str(self.pipe), "{}\n")), "{}\n")
+
+    def test_points_go_into_a_pipe(self):
+        sys.path.insert(0, str(ROOT / "course"))
+        import grade  # only where there are labs
+        self.assertEqual(json.loads(self.read_while(lambda: grade.write_json(self.pipe, {"score": 1}))), {"score": 1})
+
+    def test_a_picture_does_not_take_a_pipe_s_place(self):
+        with self.assertRaises(plot_peers.NoPicture):
+            plot_peers.draw(json.loads((ROOT / "docs/results/peers_h200.json").read_text()), str(self.pipe))
+        self.assertTrue(self.pipe.is_fifo())
+
+
 class BenchArithmetic(unittest.TestCase):
     def test_default_cells_are_the_papers(self):
         cells = bench_peers.parse([]).cells
