@@ -48,14 +48,27 @@ class Strides(ctypes.Structure):
     _fields_ = [("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64)]
 
 
-class ForwardArgs(ctypes.Structure):
-    """flashsteps_forward_args. What is not named is 0."""
-    _fields_ = [
-        ("size", ctypes.c_uint64), ("stage", ctypes.c_char_p), ("target", ctypes.c_int32), ("dtype", ctypes.c_int32),
-        ("batch", ctypes.c_int32), ("heads", ctypes.c_int32), ("kv_heads", ctypes.c_int32),
-        ("seqlen_q", ctypes.c_int32), ("seqlen_k", ctypes.c_int32), ("head_dim", ctypes.c_int32),
-        ("scale", ctypes.c_float), ("causal", ctypes.c_int32),
-        ("q", ctypes.c_void_p), ("k", ctypes.c_void_p), ("v", ctypes.c_void_p), ("o", ctypes.c_void_p),
+# What the arguments of both passes begin with. A list, and no base class with fields: in Python 3.11 the fields of a
+# derived structure take the places at which it keeps alive what the base's point to, here the stage's name.
+_BOTH = [
+    ("size", ctypes.c_uint64), ("stage", ctypes.c_char_p), ("target", ctypes.c_int32), ("dtype", ctypes.c_int32),
+    ("batch", ctypes.c_int32), ("heads", ctypes.c_int32), ("kv_heads", ctypes.c_int32),
+    ("seqlen_q", ctypes.c_int32), ("seqlen_k", ctypes.c_int32), ("head_dim", ctypes.c_int32),
+    ("scale", ctypes.c_float), ("causal", ctypes.c_int32),
+    ("q", ctypes.c_void_p), ("k", ctypes.c_void_p), ("v", ctypes.c_void_p), ("o", ctypes.c_void_p),
+]
+
+
+class _Args(ctypes.Structure):
+    """The arguments of a pass. What is not named is 0."""
+
+    def __init__(self, **members):
+        super().__init__(size=ctypes.sizeof(self), **members)
+
+
+class ForwardArgs(_Args):
+    """flashsteps_forward_args."""
+    _fields_ = _BOTH + [
         ("l", ctypes.c_void_p),
         ("q_strides", Strides), ("k_strides", Strides), ("v_strides", Strides), ("o_strides", Strides),
         ("stream", ctypes.c_void_p), ("workspace", ctypes.c_void_p), ("workspace_bytes", ctypes.c_uint64),
@@ -63,18 +76,10 @@ class ForwardArgs(ctypes.Structure):
         ("reserved", ctypes.c_int32),
     ]
 
-    def __init__(self, **members):
-        super().__init__(size=ctypes.sizeof(ForwardArgs), **members)
 
-
-class BackwardArgs(ctypes.Structure):
-    """flashsteps_backward_args. What is not named is 0."""
-    _fields_ = [
-        ("size", ctypes.c_uint64), ("stage", ctypes.c_char_p), ("target", ctypes.c_int32), ("dtype", ctypes.c_int32),
-        ("batch", ctypes.c_int32), ("heads", ctypes.c_int32), ("kv_heads", ctypes.c_int32),
-        ("seqlen_q", ctypes.c_int32), ("seqlen_k", ctypes.c_int32), ("head_dim", ctypes.c_int32),
-        ("scale", ctypes.c_float), ("causal", ctypes.c_int32),
-        ("q", ctypes.c_void_p), ("k", ctypes.c_void_p), ("v", ctypes.c_void_p), ("o", ctypes.c_void_p),
+class BackwardArgs(_Args):
+    """flashsteps_backward_args."""
+    _fields_ = _BOTH + [
         ("d_o", ctypes.c_void_p), ("l", ctypes.c_void_p),
         ("dq", ctypes.c_void_p), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
         ("q_strides", Strides), ("k_strides", Strides), ("v_strides", Strides), ("o_strides", Strides),
@@ -83,9 +88,6 @@ class BackwardArgs(ctypes.Structure):
         ("tile_rows", ctypes.c_int32), ("tile_keys", ctypes.c_int32), ("deterministic", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
     ]
-
-    def __init__(self, **members):
-        super().__init__(size=ctypes.sizeof(BackwardArgs), **members)
 
 
 class Library:
