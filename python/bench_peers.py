@@ -35,7 +35,6 @@ import copy
 import importlib
 import json
 import math
-import os
 import pathlib
 import random
 import re
@@ -47,6 +46,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import plot_peers  # noqa: E402
+import whole_file  # noqa: E402
 from flashsteps import abi  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -867,21 +867,6 @@ class LadderTable:
                   f"cells; most {max(ratios):.3f}; least {min(ratios):.3f}, at {min(step)[1]})")
 
 
-def write_beside(path, text):
-    # A device or a pipe is written to, not replaced.
-    beside = path if os.path.exists(path) and not os.path.isfile(path) else f"{path}.{os.getpid()}.new"
-    try:
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
-        if beside != path:
-            os.replace(beside, path)
-    except OSError as error:
-        if beside != path:
-            with contextlib.suppress(OSError):
-                os.remove(beside)
-        refuse(str(error))
-
-
 # --- the command line ------------------------------------------------------------------------------------------
 
 
@@ -1117,7 +1102,10 @@ def time_pass(torch, library, stopwatch, options, ceilings, result):
         for note in notes(report, options.absent):
             print(f"{problem_name(report['problem'])}: {note}", flush=True)
         if options.json:  # after each cell: what is interrupted keeps what it has
-            write_beside(options.json, json.dumps(result, indent=1) + "\n")
+            try:
+                whole_file.write(options.json, json.dumps(result, indent=1) + "\n")
+            except OSError as error:
+                refuse(str(error))
     table.end(reports)
     return wrong
 

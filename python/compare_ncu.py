@@ -19,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 
+import whole_file
+
 
 def total(name):
     return lambda ledger: sum(ledger[name].values())
@@ -276,13 +278,10 @@ def main():
             result["stages"].append(entry)
 
     if options.json:
-        special = os.path.exists(options.json) and not os.path.isfile(options.json)  # is written to, not replaced
-        beside = options.json if special else f"{options.json}.{os.getpid()}.new"
-        with open(beside, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=2)
-            file.write("\n")
-        if not special:
-            os.replace(beside, options.json)
+        try:
+            whole_file.write(options.json, json.dumps(result, indent=2) + "\n")
+        except OSError as error:
+            refuse(str(error))
     compared = [(entry["stage"], row) for entry in result["stages"] for key in ("forward", "lse")
                 for row in entry.get(key, [])]
     unread = sorted({row["name"] for _, row in compared if row["equal"] is None})

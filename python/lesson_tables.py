@@ -9,9 +9,10 @@ written beside and renamed.
 """
 
 import json
-import os
 import pathlib
 import sys
+
+import whole_file
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PEERS = {"FlashAttention-2": "flash", "cuDNN": "cudnn"}
@@ -106,9 +107,7 @@ def main():
         text = path.read_text(encoding="utf-8")
         filled = fill(text)
         if filled != text:
-            beside = path.with_suffix(".tmp")
-            beside.write_text(filled, encoding="utf-8")
-            os.replace(beside, path)
+            whole_file.write(path, filled)
             changed += 1
             print(path.relative_to(ROOT))
     print(f"{changed} files changed")

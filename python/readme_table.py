@@ -7,9 +7,10 @@ of TFLOP/s. A peer that could not run is marked absent; what was not timed is le
 renamed.
 """
 import json
-import os
 import pathlib
 import sys
+
+import whole_file
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -103,9 +104,7 @@ def main():
         print(f"readme_table.py: {error}", file=sys.stderr)
         return 2
     if filled != text:
-        beside = README.with_suffix(".tmp")
-        beside.write_text(filled, encoding="utf-8")
-        os.replace(beside, README)
+        whole_file.write(README, filled)
     print("README.md " + ("was written" if filled != text else "holds what was measured"))
     return 0
 
