@@ -19,6 +19,7 @@
 
 #include "common/reference/float16.h"
 #include "common/reference/npy.h"
+#include "directory_test.h"
 
 extern char** environ;
 
@@ -39,14 +40,8 @@ struct Result {
   std::string out, err;
 };
 
-class CliTest : public testing::Test {
+class CliTest : public DirectoryTest {
  protected:
-  CliTest() {
-    std::string name = (fs::temp_directory_path() / "flashsteps_cli_XXXXXX").string();
-    directory_ = mkdtemp(name.data());
-  }
-  ~CliTest() override { fs::remove_all(directory_); }
-
   std::string path(const char* name) const { return (directory_ / name).string(); }
 
   // Files that the program left in the test's directory.
@@ -105,8 +100,6 @@ class CliTest : public testing::Test {
     EXPECT_EQ(result.out, "") << shown;
     EXPECT_EQ(files(), before) << shown;
   }
-
-  fs::path directory_;
 };
 
 using CliBadInput = CliTest;

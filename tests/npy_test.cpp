@@ -16,24 +16,15 @@
 #include "common/reference/file.h"
 #include "common/reference/float16.h"
 #include "common/reference/npy.h"
+#include "directory_test.h"
 
 namespace flashsteps {
 namespace {
 
 namespace fs = std::filesystem;
 
-// A directory of its own for each test.
-class NpyTest : public testing::Test {
+class NpyTest : public DirectoryTest {
  protected:
-  NpyTest() {
-    std::string name = (fs::temp_directory_path() / "flashsteps_npy_XXXXXX").string();
-    directory_ = mkdtemp(name.data());
-  }
-  ~NpyTest() override {
-    fs::permissions(directory_, fs::perms::owner_all);
-    fs::remove_all(directory_);
-  }
-
   fs::path path(const char* name = "a.npy") const { return directory_ / name; }
 
   fs::path file(const std::string& bytes) const {
@@ -57,8 +48,6 @@ class NpyTest : public testing::Test {
   size_t files_in_directory() const {
     return size_t(std::distance(fs::directory_iterator(directory_), fs::directory_iterator()));
   }
-
-  fs::path directory_;
 };
 
 std::string contents(const fs::path& path) {

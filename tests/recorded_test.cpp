@@ -10,19 +10,15 @@
 #include <stdexcept>
 #include <string>
 
+#include "directory_test.h"
+
 namespace flashsteps::cli {
 namespace {
 
 namespace fs = std::filesystem;
 
-class RecordedTest : public testing::Test {
+class RecordedTest : public DirectoryTest {
  protected:
-  RecordedTest() {
-    std::string name = (fs::temp_directory_path() / "flashsteps_recorded_XXXXXX").string();
-    directory_ = mkdtemp(name.data());
-  }
-  ~RecordedTest() override { fs::remove_all(directory_); }
-
   void write(const char* name, const std::string& text) const {
     std::ofstream(directory_ / name) << text;
   }
@@ -37,8 +33,6 @@ class RecordedTest : public testing::Test {
     }
     return "accepted";
   }
-
-  fs::path directory_;
 };
 
 const std::string kDevice = R"("device": {"name": "NVIDIA H200"}, "commit": "abc")";
