@@ -471,7 +471,7 @@ void run(const Problem& p, const GradientStrides& strides, const BackwardArgs& a
                      std::max(p.q.row, strides.d_o.row) < INT32_MAX / kBr;
   constexpr std::true_type yes;
   constexpr std::false_type no;
-  if (in_order) {  // without a mask it spills
+  if (in_order) {  // of two kinds only: fewer kernels to build
     whole ? launch_main(yes, yes, yes) : launch_main(yes, yes, no);
   } else if (whole) {
     p.causal ? launch_main(no, yes, yes) : launch_main(no, no, yes);
