@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLOT = ROOT / "common/timing/plot_ladder.py"
 COMPARE = ROOT / "python/compare_ncu.py"
 BENCH = ROOT / "python/bench_peers.py"
+MEMORY = ROOT / "python/memory.py"
 PLOT_PEERS = ROOT / "python/plot_peers.py"
 STANDIN = ROOT / "tests/bench_peers_standin.py"
 LIBRARY = os.environ.get("FLASHSTEPS_LIBRARY")
@@ -25,6 +26,7 @@ LIBRARY = os.environ.get("FLASHSTEPS_LIBRARY")
 sys.path.insert(0, str(ROOT / "python"))
 import bench_peers  # noqa: E402
 import lesson_tables  # noqa: E402
+import memory  # noqa: E402
 import plot_peers  # noqa: E402
 import readme_table  # noqa: E402
 import whole_file  # noqa: E402
@@ -221,6 +223,89 @@ class BenchArguments(Tools):
         self.assert_refused(self.bench("--library", "/none.so", torch=has_card), 2, "--library: /none.so cannot be loaded")
         text = self.write("text.so", "no library")
         self.assert_refused(self.bench("--library", text, torch=has_card), 2, "text.so cannot be loaded")
+
+
+class Memory(Tools):
+    """The memory of a step, on a stand-in for torch that knows what is asked of its allocator."""
+
+    class Torch:
+        bfloat16, float16, OutOfMemoryError = "bf16", "fp16", type("OutOfMemoryError", (RuntimeError,), {})
+
+        class Tensor:
+            def __init__(self, torch, count): self.torch, self.count = torch, count
+            def numel(self): return self.count
+            def element_size(self): return 2
+            def detach(self): return self
+            def requires_grad_(self): return self
+            def all(self): return True
+
+        def __init__(self):
+            self.current = self.peak = 0
+            self.cuda, self.autograd = self, self
+
+        def take(self, count):
+            self.current += count
+            self.peak = max(self.peak, self.current)
+
+        def randn(self, *shape, device, dtype):
+            assert (device, dtype) == ("cuda", "bf16")
+            count = shape[0] * shape[1] * shape[2] * shape[3]
+            self.take(2 * count)
+            return self.Tensor(self, count)
+
+        def grad(self, output, leaves, _d_o):
+            self.take(6 * output.count + 1000)  # the gradients, and a workspace that goes back
+            self.current -= 1000
+            return [self.Tensor(self, output.count) for _ in leaves]
+
+        def memory_stats(self): return {"requested_bytes.all.current": self.current, "requested_bytes.all.peak": self.peak}
+        def reset_peak_memory_stats(self): self.peak = self.current
+        def synchronize(self): pass
+        def empty_cache(self): pass
+        def isfinite(self, tensor): return tensor
+
+    def test_what_is_beside_inputs_and_outputs(self):
+        torch = self.Torch()
+
+        def call(q, _k, _v):
+            torch.take(2 * q.count)
+            return self.Torch.Tensor(torch, q.count)
+
+        def too_large(q, _k, _v):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has less.\nmore")
+
+        def elsewhere(q, _k, _v):
+            raise abi.Unavailable("stage 10e needs another card")
+
+        options = memory.parse(["--head-dim", "64"])
+        report = memory.report_of(torch, options, 300, 3, {"08+09": call, "standard": too_large, "10e+09": elsewhere})
+        count = 300 * 3 * 64
+        self.assertEqual(report["runs"], [{"name": "08+09", "input_bytes": 8 * count, "output_bytes": 8 * count,
+                                           "beside_bytes": 1000}])
+        self.assertEqual(report["absent"], {"standard": "CUDA out of memory. Tried to allocate 8.00 GiB.",
+                                            "10e+09": "stage 10e needs another card"})
+        self.assertEqual(list(memory.lines_of(report))[2:], [f"  {name}: absent: {why}" for name, why in report["absent"].items()])
+
+    def test_times_as_much(self):
+        run = {"input_bytes": 2**30, "output_bytes": 2**30}
+        report = {"problem": {"batch": 1, "heads": 1, "seqlen_q": 8, "head_dim": 64, "causal": False}, "absent": {},
+                  "runs": [{"name": "08+09", "beside_bytes": 2**20, **run}, {"name": "standard", "beside_bytes": 3 * 2**30, **run}]}
+        self.assertEqual(list(memory.lines_of(report)), [
+            "batch 1, heads 1, N 8, d 64, no mask",
+            "  08+09           1.00 MiB beside 2.00 GiB; standard attention takes 3072.0 times as much",
+            "  standard        3.00 GiB beside 2.00 GiB"])
+
+    def test_bad_input_is_refused(self):
+        for torch, status, words, *arguments in (
+                ("1 / 0", 2, "--seqlen: 0 is given; 1 or more is allowed", "--seqlen", "0"),
+                ("1 / 0", 2, "--mask: invalid choice: 'half'", "--mask", "half"),
+                ("raise ImportError", 3, "torch is not installed"),
+                ("class cuda: is_available = lambda: False", 3, "torch sees no CUDA card"),
+                ("class cuda: is_available = lambda: True", 3, "/none.so")):
+            self.write("torch.py", torch)
+            environment = dict(os.environ, LC_ALL="C", PYTHONPATH=str(self.folder), FLASHSTEPS_LIBRARY="/none.so")
+            self.assert_refused(subprocess.run([sys.executable, MEMORY, *arguments], capture_output=True, text=True, check=False,
+                                               env=environment), status, words)
 
 
 class SpecialFiles(Tools):
