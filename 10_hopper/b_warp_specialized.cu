@@ -134,10 +134,11 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
   __syncthreads();  // the mbarriers are there
 
   const int tiles_q = ceil_div(p.seqlen_q, kBr);
-  Work w;
   // The longest row blocks first, so that the short ones fill the gaps at the end.
-  w.i0 = (tiles_q - 1 - blockIdx.x % tiles_q) * kBr;
-  w.bh = blockIdx.x / tiles_q;
+  const int bh = blockIdx.x / tiles_q, tile = tiles_q - 1 - blockIdx.x % tiles_q;
+  Work w;
+  w.i0 = tile * kBr;
+  w.bh = bh;
   w.tiles_k = ceil_div(p.last_key(min(w.i0 + kBr, p.seqlen_q) - 1) + 1, kBc);
   w.tiles_unmasked = scale.sign == 1.f ? (p.last_key(w.i0) + 1) / kBc : 0;
 
@@ -147,8 +148,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
       // BEGIN SOLUTION: load Q, and all tiles of K and V, each where a buffer is empty
       // Of a new mbarrier the phase of parity 1 counts as ended: all buffers are empty.
       Ring<kStages> K_ring{0, 1}, V_ring{0, 1};
-      const int b = w.bh / p.heads, h = w.bh - b * p.heads, kv_head = p.kv_head(h);
-      const auto load_Q = [&] {
+      const auto load_Q = [&](int h, int b) {
 #pragma unroll 1
         for (int q = 0; q < kWarpgroups; ++q) {
           mbarrier_arrive_expect_tx(&Q_full[q], kQ * sizeof(T));
@@ -170,7 +170,8 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
       const auto load_V = [&](int tile_k, int kv_head, int b) {
         load(V_ring, V_full, V_empty, V_smem, V_map, tile_k, kv_head, b);
       };
-      load_Q();
+      const int b = w.bh / p.heads, h = w.bh - b * p.heads, kv_head = p.kv_head(h);
+      load_Q(h, b);
 #pragma unroll 1
       for (int tile_k = w.tiles_k - 1; tile_k >= 0; --tile_k) {
         load_K(tile_k, kv_head, b);
@@ -190,7 +191,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
       // END SOLUTION
     };
     Ring<kStages> K_ring, V_ring;
-    const int q = warpgroup;  // its part of Q
+    int q = warpgroup;  // its part of Q
 
     // Of rows g and g + 8 of the warp; l is this lane's part of the row's sum.
     float O_rmem[D / 8][4] = {};
@@ -198,8 +199,10 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
 
     // O / l goes through the warp's own rows of Q, which only its own products have read: a warp
     // has 16 of the 64 rows of its warpgroup.
-    const auto store = [&](const Work& w, T* O_smem, const float(&m)[2], const float(&l_part)[2]) {
+    const auto store = [&](int q, const float(&m)[2], const float(&l_part)[2]) {
       const int b = w.bh / p.heads, h = w.bh - b * p.heads;
+      note_tiles_done();
+      T* O_smem = Q_smem + q * kQ;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = w.i0 + row0 + half * 8;
@@ -225,14 +228,13 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
         tma_store_commit();
       }
     };
-    const auto softmax = [&](float(&S_rmem)[kBc / 8][4], int i0, int tiles_unmasked, int tile_k,
-                             float(&rescale)[2]) {
-      note_tile(tile_k >= tiles_unmasked);
-      if (tile_k >= tiles_unmasked) {
+    const auto softmax = [&](float(&S_rmem)[kBc / 8][4], int tile_k, float(&rescale)[2]) {
+      note_tile(tile_k >= w.tiles_unmasked);
+      if (tile_k >= w.tiles_unmasked) {
         apply_sign(S_rmem, scale);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int last = p.last_key(i0 + row0 + half * 8) - tile_k * kBc - 2 * t;
+          const int last = p.last_key(w.i0 + row0 + half * 8) - tile_k * kBc - 2 * t;
 #pragma unroll
           for (int k = 0; k < kBc / 8; ++k) {
 #pragma unroll
@@ -272,7 +274,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
         wgmma_wait<0>(S_rmem);
         release(K_ring, K_empty);
         // END SOLUTION
-        softmax(S_rmem, w.i0, w.tiles_unmasked, tile_k, rescale);
+        softmax(S_rmem, tile_k, rescale);
         to_operands<T>(P_rmem, S_rmem);
         const bool grew = rescale[0] != 1.f || rescale[1] != 1.f;
         if (__any_sync(kFullMask, grew)) {
@@ -289,8 +291,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
         // END SOLUTION
       }
     }
-    note_tiles_done();
-    store(w, Q_smem + q * kQ, m_rmem, l_rmem);
+    store(q, m_rmem, l_rmem);
     tma_store_wait_read<0>();  // the block's shared memory goes with it
   }
 }
@@ -301,8 +302,8 @@ constexpr int kSmemBytes = (kBr + 2 * kStages * kBc) * D * sizeof(T) + 1024;
 // 10e's choice, so that each step is at equal tiles.
 Tiles tiles(const Problem& p) {
   if (tile_width(p.head_dim) == 64)
-    return p.causal && p.seqlen_k < 4096 ? Tiles{128, 128} : Tiles{192, 128};
-  return p.seqlen_k < (p.causal ? 8192 : 2048) ? Tiles{128, 128} : Tiles{128, 160};
+    return p.causal && p.seqlen_k < 2048 ? Tiles{128, 128} : Tiles{192, 128};
+  return p.seqlen_k < (p.causal ? 8192 : 4096) ? Tiles{128, 128} : Tiles{128, 160};
 }
 
 TileList candidates(const Problem& p) {

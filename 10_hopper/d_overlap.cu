@@ -131,10 +131,11 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
   __syncthreads();  // the mbarriers are there
 
   const int tiles_q = ceil_div(p.seqlen_q, kBr);
-  Work w;
   // The longest row blocks first, so that the short ones fill the gaps at the end.
-  w.i0 = (tiles_q - 1 - blockIdx.x % tiles_q) * kBr;
-  w.bh = blockIdx.x / tiles_q;
+  const int bh = blockIdx.x / tiles_q, tile = tiles_q - 1 - blockIdx.x % tiles_q;
+  Work w;
+  w.i0 = tile * kBr;
+  w.bh = bh;
   w.tiles_k = ceil_div(p.last_key(min(w.i0 + kBr, p.seqlen_q) - 1) + 1, kBc);
   w.tiles_unmasked = scale.sign == 1.f ? (p.last_key(w.i0) + 1) / kBc : 0;
 
@@ -143,8 +144,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
     if (threadIdx.x == 0 && w.tiles_k > 0) {
       // Of a new mbarrier the phase of parity 1 counts as ended: all buffers are empty.
       Ring<kStages> K_ring{0, 1}, V_ring{0, 1};
-      const int b = w.bh / p.heads, h = w.bh - b * p.heads, kv_head = p.kv_head(h);
-      const auto load_Q = [&] {
+      const auto load_Q = [&](int h, int b) {
 #pragma unroll 1
         for (int q = 0; q < kWarpgroups; ++q) {
           mbarrier_arrive_expect_tx(&Q_full[q], kQ * sizeof(T));
@@ -166,15 +166,17 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
       const auto load_V = [&](int tile_k, int kv_head, int b) {
         load(V_ring, V_full, V_empty, V_smem, V_map, tile_k, kv_head, b);
       };
-      load_Q();
+      const int b = w.bh / p.heads, h = w.bh - b * p.heads, kv_head = p.kv_head(h);
+      load_Q(h, b);
       // BEGIN SOLUTION: load K and V in the order in which they are taken
+      // As the consumers take them: S of a tile comes before P V of the one before.
       load_K(w.tiles_k - 1, kv_head, b);
 #pragma unroll 1
-      for (int tile_k = w.tiles_k - 1; tile_k >= 0; --tile_k) {
-        // As the consumers take them: S of a tile comes before P V of the one before.
-        if (tile_k > 0) load_K(tile_k - 1, kv_head, b);
+      for (int tile_k = w.tiles_k - 1; tile_k > 0; --tile_k) {
+        load_K(tile_k - 1, kv_head, b);
         load_V(tile_k, kv_head, b);
       }
+      load_V(0, kv_head, b);
       // END SOLUTION
     }
   } else {
@@ -191,7 +193,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
     };
     if (warpgroup == kWarpgroups - 1) pass_turn();  // the first one begins
     Ring<kStages> K_ring, V_ring;
-    const int q = warpgroup;  // its part of Q
+    int q = warpgroup;  // its part of Q
 
     // Of rows g and g + 8 of the warp; l is this lane's part of the row's sum.
     float O_rmem[D / 8][4] = {};
@@ -199,8 +201,10 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
 
     // O / l goes through the warp's own rows of Q, which only its own products have read: a warp
     // has 16 of the 64 rows of its warpgroup.
-    const auto store = [&](const Work& w, T* O_smem, const float(&m)[2], const float(&l_part)[2]) {
+    const auto store = [&](int q, const float(&m)[2], const float(&l_part)[2]) {
       const int b = w.bh / p.heads, h = w.bh - b * p.heads;
+      note_tiles_done();
+      T* O_smem = Q_smem + q * kQ;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = w.i0 + row0 + half * 8;
@@ -226,14 +230,13 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
         tma_store_commit();
       }
     };
-    const auto softmax = [&](float(&S_rmem)[kBc / 8][4], int i0, int tiles_unmasked, int tile_k,
-                             float(&rescale)[2]) {
-      note_tile(tile_k >= tiles_unmasked);
-      if (tile_k >= tiles_unmasked) {
+    const auto softmax = [&](float(&S_rmem)[kBc / 8][4], int tile_k, float(&rescale)[2]) {
+      note_tile(tile_k >= w.tiles_unmasked);
+      if (tile_k >= w.tiles_unmasked) {
         apply_sign(S_rmem, scale);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int last = p.last_key(i0 + row0 + half * 8) - tile_k * kBc - 2 * t;
+          const int last = p.last_key(w.i0 + row0 + half * 8) - tile_k * kBc - 2 * t;
 #pragma unroll
           for (int k = 0; k < kBc / 8; ++k) {
 #pragma unroll
@@ -266,26 +269,15 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
     if (w.tiles_k > 0) {
       float rescale[2];
       int tile_k = w.tiles_k - 1;
-      {
-        float S_rmem[kBc / 8][4];
-        mbarrier_wait(&Q_full[q], 0);
-        start_S(S_rmem);
-        pass_turn();
-        wgmma_wait<0>(S_rmem);
-        release(K_ring, K_empty);
-        softmax(S_rmem, w.i0, w.tiles_unmasked, tile_k, rescale);
-        to_operands<T>(P_rmem, S_rmem);
-      }
-#pragma unroll 1
-      while (--tile_k >= 0) {
-        // S of this tile, and behind it P V of the one before, which runs beside the softmax
+      // S of a tile, and behind it P V of the one before, which runs beside the softmax
+      const auto step = [&] {
         float S_rmem[kBc / 8][4];
         start_S(S_rmem);
         start_PV();
         pass_turn();
         wgmma_wait<1>(S_rmem);
         release(K_ring, K_empty);
-        softmax(S_rmem, w.i0, w.tiles_unmasked, tile_k, rescale);
+        softmax(S_rmem, tile_k, rescale);
         wgmma_wait<0>(O_rmem);
         release(V_ring, V_empty);
         to_operands<T>(P_rmem, S_rmem);
@@ -297,13 +289,24 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
             for (int e = 0; e < 4; ++e) O_rmem[c][e] *= rescale[e / 2];
           }
         }
+      };
+      {
+        float S_rmem[kBc / 8][4];
+        mbarrier_wait(&Q_full[q], 0);
+        start_S(S_rmem);
+        pass_turn();
+        wgmma_wait<0>(S_rmem);
+        release(K_ring, K_empty);
+        softmax(S_rmem, tile_k, rescale);
+        to_operands<T>(P_rmem, S_rmem);
       }
+#pragma unroll 1
+      while (--tile_k >= 0) step();
       start_PV();
       wgmma_wait<0>(O_rmem);
     }
     // END SOLUTION
-    note_tiles_done();
-    store(w, Q_smem + q * kQ, m_rmem, l_rmem);
+    store(q, m_rmem, l_rmem);
     tma_store_wait_read<0>();  // the block's shared memory goes with it
   }
 }
@@ -314,8 +317,8 @@ constexpr int kSmemBytes = (kBr + 2 * kStages * kBc) * D * sizeof(T) + 1024;
 // 10e's choice, so that each step is at equal tiles.
 Tiles tiles(const Problem& p) {
   if (tile_width(p.head_dim) == 64)
-    return p.causal && p.seqlen_k < 4096 ? Tiles{128, 128} : Tiles{192, 128};
-  return p.seqlen_k < (p.causal ? 8192 : 2048) ? Tiles{128, 128} : Tiles{128, 160};
+    return p.causal && p.seqlen_k < 2048 ? Tiles{128, 128} : Tiles{192, 128};
+  return p.seqlen_k < (p.causal ? 8192 : 4096) ? Tiles{128, 128} : Tiles{128, 160};
 }
 
 TileList candidates(const Problem& p) {

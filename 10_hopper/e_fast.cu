@@ -1,19 +1,19 @@
 // 10e fast: as 10d, but a block takes one row block after the other, as many blocks as there are
 // multiprocessors, and what was pipelined over the tiles of keys goes on over the row blocks: the
-// first S of the next one is computed beside the last P V of this one, and its Q is loaded long
-// before. With a causal mask a long and a short row block go together, so that all blocks have the
-// same work. O is rescaled only where the maximum grew by much (FlashAttention-3;
-// FlashAttention-4).
+// first S of the next one is computed beside the last P V of this one; its Q is loaded long before,
+// with word of what it is, and a warp of its own stores O. With a causal mask a long and a short
+// row block go together, so that all blocks have the same work. O is rescaled only where the
+// maximum grew by much (FlashAttention-3; FlashAttention-4).
 
-#include "common/gpu/divisor.h"
 #include "common/gpu/hopper.h"
+#include "common/gpu/schedule.h"
 #include "common/gpu/score_scale.h"
 #include "common/stage/kernel_stage.h"
 
 namespace flashsteps::inline FLASHSTEPS_TARGET::stage_10e_fast {
 
-constexpr int kStages = 2;   // tiles of K, and of V, in shared memory
-constexpr int kQStages = 2;  // tiles of Q
+constexpr int kStages = 2;                 // tiles of K, and of V, in shared memory
+constexpr int kSharedMemory = 227 * 1024;  // of a block, in bytes
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLargeExponent = 1024.f;
 // A maximum that grew by less than a factor of 2 to this power is left as it was: P stays below
@@ -99,18 +99,16 @@ __device__ __forceinline__ void softmax_step(float (&S_rmem)[kN][4], float (&m_r
   }
 }
 
-// What blocks are to do: `count` pieces of work, the first `pairs` of them two row blocks each
-// where there is a causal mask.
-struct Schedule {
-  int count, pairs, tiles_q;
-  Divisor per_head, heads, group;
+// A row block of a head: tiles [0, tiles_unmasked) of keys lie wholly below the diagonal, those
+// from tiles_k on wholly above it. `tiles_k` is 0 where there is none left.
+struct Work {
+  int i0, bh, tiles_k, tiles_unmasked;
 };
 
-// A row block of a head: tiles [0, tiles_unmasked) of keys lie wholly below the diagonal, those
-// from tiles_k on wholly above it. `round` counts what the block has taken so far.
-struct Work {
-  int i0, bh, tiles_k, tiles_unmasked, round;
-};
+// Tiles of Q in shared memory. O leaves through the same space, so that a third is what keeps a
+// row block from waiting for the one before the last.
+template <int D, int kBr, int kBc>
+constexpr int kQStages = (3 * kBr + 2 * kStages * kBc) * D * 2 + 1536 <= kSharedMemory ? 3 : 2;
 
 template <typename T, int D, int kBr, int kBc>
 __global__ void __launch_bounds__(kBr * 2 + 128, 1)
@@ -121,12 +119,15 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
                      float* __restrict__ L, Problem p, ScoreScale scale, Schedule schedule) {
   constexpr int kWarpgroups = kBr / 64;  // that multiply; one more loads
   constexpr int kQ = 64 * D, kKV = kBc * D;
+  constexpr int kQs = kQStages<D, kBr, kBc>;
   SharedMemory smem;
-  T* Q_smem = smem.take<T>("Q_smem", kQStages * kWarpgroups * kQ);
+  T* Q_smem = smem.take<T>("Q_smem", kQs * kWarpgroups * kQ);
   T* K_smem = smem.take<T>("K_smem", kStages * kKV);
   T* V_smem = smem.take<T>("V_smem", kStages * kKV);
-  mbarrier_t* Q_full = smem.take<mbarrier_t>("Q_full", kQStages * kWarpgroups);
-  mbarrier_t* Q_empty = smem.take<mbarrier_t>("Q_empty", kQStages * kWarpgroups);
+  Work* work_smem = smem.take<Work>("work_smem", kQs * kWarpgroups);
+  mbarrier_t* Q_full = smem.take<mbarrier_t>("Q_full", kQs * kWarpgroups);
+  mbarrier_t* O_full = smem.take<mbarrier_t>("O_full", kQs * kWarpgroups);
+  mbarrier_t* Q_empty = smem.take<mbarrier_t>("Q_empty", kQs * kWarpgroups);
   mbarrier_t* K_full = smem.take<mbarrier_t>("K_full", kStages);
   mbarrier_t* K_empty = smem.take<mbarrier_t>("K_empty", kStages);
   mbarrier_t* V_full = smem.take<mbarrier_t>("V_full", kStages);
@@ -138,10 +139,11 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
     prefetch_tensor_map(Q_map);
     prefetch_tensor_map(K_map);
     prefetch_tensor_map(V_map);
-    for (int q = 0; q < kQStages * kWarpgroups; ++q) {
+    for (int q = 0; q < kQs * kWarpgroups; ++q) {
       mbarrier_init(&Q_full[q], 1);
-      // BEGIN SOLUTION: make the mbarrier of a buffer of Q that O has left
-      mbarrier_init(&Q_empty[q], 4);  // warps
+      // BEGIN SOLUTION: make the mbarriers that hand a buffer on when O is in it, and when it left
+      mbarrier_init(&O_full[q], 4);  // warps
+      mbarrier_init(&Q_empty[q], 1);
       // END SOLUTION
     }
     for (int s = 0; s < kStages; ++s) {
@@ -154,48 +156,37 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
   }
   __syncthreads();  // the mbarriers are there
 
-  // The block's next row block that sees a key; for those that see none calls no_keys. With a
-  // causal mask they come in pairs, a long one and a short one, which are together as much work as
-  // any other pair of the head; last come the ones in the middle, which have no partner.
-  const auto next = [&](Work& w, const auto& no_keys) {
-    while (true) {
-      const bool second = p.causal && w.round % 2;
-      const unsigned work = unsigned(p.causal ? w.round / 2 : w.round) * gridDim.x + blockIdx.x;
-      if (work >= unsigned(schedule.count)) return false;
-      ++w.round;
-      const bool alone = work >= unsigned(schedule.pairs);
-      if (alone && second) continue;
-      w.bh = alone ? work - schedule.pairs : quotient(work, schedule.per_head);
-      const int i = alone ? schedule.tiles_q / 2 : work - w.bh * schedule.per_head.value;
-      w.i0 = (p.causal && !second ? schedule.tiles_q - 1 - i : i) * kBr;
-      w.tiles_k = ceil_div(p.last_key(min(w.i0 + kBr, p.seqlen_q) - 1) + 1, kBc);
-      w.tiles_unmasked = scale.sign == 1.f ? (p.last_key(w.i0) + 1) / kBc : 0;
-      if (w.tiles_k > 0) return true;
-      no_keys(w);
-    }
+  int round = 0;
+  // The next row block that this block is to do.
+  const auto next = [&](Work& w) {
+    const auto [bh, tile] = schedule(blockIdx.x, round++);
+    w.i0 = tile * kBr;
+    w.bh = bh;
+    w.tiles_k = ceil_div(p.last_key(min(w.i0 + kBr, p.seqlen_q) - 1) + 1, kBc);
+    w.tiles_unmasked = scale.sign == 1.f ? (p.last_key(w.i0) + 1) / kBc : 0;
+    return bh >= 0;
   };
 
   if (warpgroup < 0) {
     shrink_registers<kWarpgroups == 2 ? 40 : 32>();
     if (threadIdx.x == 0) {
       // Of a new mbarrier the phase of parity 1 counts as ended: all buffers are empty.
-      Ring<kQStages> Q_ring{0, 1};
       Ring<kStages> K_ring{0, 1}, V_ring{0, 1};
+      Ring<kQs * kWarpgroups> Q_ring{0, 1};
       Work w{};
-      int b = 0, kv_head = 0;
-      const auto load_Q = [&] {
-        b = quotient(w.bh, schedule.heads);
-        const int h = w.bh - b * p.heads;
-        kv_head = quotient(h, schedule.group);
+      const auto load_Q = [&](int h, int b) {
 #pragma unroll 1
         for (int g = 0; g < kWarpgroups; ++g) {
-          const int q = Q_ring.stage * kWarpgroups + g;
+          const int q = Q_ring.stage;
           mbarrier_wait(&Q_empty[q], Q_ring.phase);  // O has left the buffer
-          mbarrier_arrive_expect_tx(&Q_full[q], kQ * sizeof(T));
-          load_tile<64, D, CacheHint::evict_first>(Q_smem + q * kQ, Q_map, &Q_full[q],
-                                                   w.i0 + g * 64, h, b);
+          work_smem[q] = w;
+          mbarrier_arrive_expect_tx(&Q_full[q], w.bh >= 0 ? kQ * sizeof(T) : 0);
+          if (w.bh >= 0) {
+            load_tile<64, D, CacheHint::evict_first>(Q_smem + q * kQ, Q_map, &Q_full[q],
+                                                     w.i0 + g * 64, h, b);
+          }
+          Q_ring.next();
         }
-        Q_ring.next();
       };
       const auto load = [&](Ring<kStages>& ring, mbarrier_t* full, mbarrier_t* empty, T* tiles_smem,
                             const TensorMap& map, int tile_k, int kv_head, int b) {
@@ -211,30 +202,49 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
       const auto load_V = [&](int tile_k, int kv_head, int b) {
         load(V_ring, V_full, V_empty, V_smem, V_map, tile_k, kv_head, b);
       };
-      // BEGIN SOLUTION: load for one row block after the other, the next Q ahead of its time
-      bool more = next(w, [](const Work&) {});
-      if (more) {
-        load_Q();
+      // BEGIN SOLUTION: load for one row block after the other, as if their tiles were of one
+      int kv_head_V = 0, b_V = -1;  // of the row block before
+      while (next(w)) {
+        if (w.tiles_k == 0) continue;
+        const int b = w.bh / p.heads, h = w.bh - b * p.heads, kv_head = p.kv_head(h);
+        load_Q(h, b);
+        // As the consumers take them: S of a tile comes before P V of the one before.
         load_K(w.tiles_k - 1, kv_head, b);
-      }
-      while (more) {
-        const int tiles_k = w.tiles_k, b_now = b, kv_head_now = kv_head;
+        if (b_V >= 0) load_V(0, kv_head_V, b_V);
 #pragma unroll 1
-        for (int tile_k = tiles_k - 1; tile_k >= 0; --tile_k) {
-          if (tile_k == max(tiles_k - 2, 0)) {  // early, but behind what is needed now
-            more = next(w, [](const Work&) {});
-            if (more) load_Q();
-          }
-          // As the consumers take them: S of a tile comes before P V of the one before.
-          if (tile_k > 0) {
-            load_K(tile_k - 1, kv_head_now, b_now);
-          } else if (more) {
-            load_K(w.tiles_k - 1, kv_head, b);
-          }
-          load_V(tile_k, kv_head_now, b_now);
+        for (int tile_k = w.tiles_k - 1; tile_k > 0; --tile_k) {
+          load_K(tile_k - 1, kv_head, b);
+          load_V(tile_k, kv_head, b);
         }
+        kv_head_V = kv_head, b_V = b;
       }
+      load_Q(0, 0);  // word that there is none left
+      if (b_V >= 0) load_V(0, kv_head_V, b_V);
       // END SOLUTION
+    } else if (threadIdx.x / 32 == 1) {
+      Ring<kQs * kWarpgroups> Q_ring;
+      for (Work w{}; next(w);) {
+        const int b = w.bh / p.heads, h = w.bh - b * p.heads;
+        if (w.tiles_k == 0) {
+          store_no_keys(O, L, p, b, h, w.i0, min(w.i0 + kBr, p.seqlen_q));
+          continue;
+        }
+        // BEGIN SOLUTION: store O of each warpgroup, and give its buffer back
+#pragma unroll 1
+        for (int g = 0; threadIdx.x == 32 && g < kWarpgroups; ++g) {
+          const int q = Q_ring.stage;
+          mbarrier_wait(&O_full[q], Q_ring.phase);
+#pragma unroll
+          for (int col = 0; col < D; col += kPanel) {
+            tma_store(O_map, Q_smem + q * kQ + col * 64, col, w.i0 + g * 64, h, b);
+          }
+          tma_store_commit();
+          tma_store_wait_read<0>();
+          mbarrier_arrive(&Q_empty[q]);
+          Q_ring.next();
+        }
+        // END SOLUTION
+      }
     }
   } else {
     grow_registers<kWarpgroups == 2 ? 232 : 160>();
@@ -250,8 +260,9 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
     };
     if (warpgroup == kWarpgroups - 1) pass_turn();  // the first one begins
     Ring<kStages> K_ring, V_ring;
-    Ring<kQStages> Q_ring;
+    Ring<kQs> Q_ring;
     int q = warpgroup;  // its part of the Q that it works on
+    Work w{};
 
     // Of rows g and g + 8 of the warp; l is this lane's part of the row's sum.
     float O_rmem[D / 8][4] = {};
@@ -259,8 +270,11 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
 
     // O / l goes through the warp's own rows of Q, which only its own products have read: a warp
     // has 16 of the 64 rows of its warpgroup.
-    const auto store = [&](const Work& w, T* O_smem, const float(&m)[2], const float(&l_part)[2]) {
-      const int b = quotient(w.bh, schedule.heads), h = w.bh - b * p.heads;
+    const auto store = [&](int q, const float(&m)[2], const float(&l_part)[2]) {
+      Work w;
+      w.i0 = work_smem[q].i0, w.bh = work_smem[q].bh;
+      note_tiles_done();
+      T* O_smem = Q_smem + q * kQ;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = w.i0 + row0 + half * 8;
@@ -277,32 +291,15 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
       }
       fence_proxy_async();  // TMA sees what this lane stored, now and when it loads the next Q
       __syncwarp();         // all lanes have left their part of the warp's rows
-      if (lane == 0) {
-#pragma unroll
-        for (int col = 0; col < D; col += kPanel) {
-          tma_store(O_map, O_smem + col * 64 + warp * 16 * kPanel, col,
-                    w.i0 + warpgroup * 64 + warp * 16, h, b);
-        }
-        tma_store_commit();
-      }
+      if (lane == 0) mbarrier_arrive(&O_full[q]);
     };
-    const auto store_no_keys = [&](const Work& w) {
-      const int b = quotient(w.bh, schedule.heads), h = w.bh - b * p.heads;
-      const int i = w.i0 + warpgroup * 64 + threadIdx.x % 64;  // two threads for each row
-      if (i >= p.seqlen_q) return;
-      for (int col = threadIdx.x % 128 / 64 * 8; col < p.head_dim; col += 16) {
-        *reinterpret_cast<uint4*>(O + p.o.offset(b, h, i) + col) = uint4{};
-      }
-      if (threadIdx.x % 128 < 64) L[int64_t{w.bh} * p.seqlen_q + i] = -INFINITY;
-    };
-    const auto softmax = [&](float(&S_rmem)[kBc / 8][4], int i0, int tiles_unmasked, int tile_k,
-                             float(&rescale)[2]) {
-      note_tile(tile_k >= tiles_unmasked);
-      if (tile_k >= tiles_unmasked) {
+    const auto softmax = [&](float(&S_rmem)[kBc / 8][4], int tile_k, float(&rescale)[2]) {
+      note_tile(tile_k >= w.tiles_unmasked);
+      if (tile_k >= w.tiles_unmasked) {
         apply_sign(S_rmem, scale);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int last = p.last_key(i0 + row0 + half * 8) - tile_k * kBc - 2 * t;
+          const int last = p.last_key(w.i0 + row0 + half * 8) - tile_k * kBc - 2 * t;
 #pragma unroll
           for (int k = 0; k < kBc / 8; ++k) {
 #pragma unroll
@@ -320,7 +317,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
       mbarrier_wait(&K_full[K_ring.stage], K_ring.phase);
       wait_turn();
       wgmma_fence();
-      start_multiply_by_transposed<D, 64, kBc>(S_rmem, Q_smem + q * kQ, 0,
+      start_multiply_by_transposed<D, 64, kBc>(S_rmem, Q_smem + warp_uniform(q) * kQ, 0,
                                                K_smem + K_ring.stage * kKV);
       wgmma_commit();
     };
@@ -332,35 +329,20 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
     };
 
     // BEGIN SOLUTION: one pipeline over the tiles of one row block after the other
-    Work w{}, w_next{};
-    if (next(w_next, store_no_keys)) {
+    // The next row block comes with its Q.
+    const auto take = [&] {
+      q = Q_ring.stage * kWarpgroups + warpgroup;
+      mbarrier_wait(&Q_full[q], Q_ring.phase);
+      Q_ring.next();
+      w = work_smem[q];
+      return w.bh >= 0;
+    };
+    if (take()) {
       float rescale[2];
-      w = w_next;
       int tile_k = w.tiles_k - 1;
-      {
-        float S_rmem[kBc / 8][4];
-        mbarrier_wait(&Q_full[q], 0);
-        start_S(S_rmem);
-        pass_turn();
-        wgmma_wait<0>(S_rmem);
-        release(K_ring, K_empty);
-        softmax(S_rmem, w.i0, w.tiles_unmasked, tile_k, rescale);
-        to_operands<T>(P_rmem, S_rmem);
-      }
-      bool more = next(w_next, store_no_keys);
-#pragma unroll 1
-      while (true) {
-        --tile_k;
-        const bool is_new = tile_k < 0;  // the tile is the first of the next row block
-        const int q_done = q;
-        if (is_new) {
-          if (!more) break;
-          tile_k = w_next.tiles_k - 1;
-          Q_ring.next();
-          q = Q_ring.stage * kWarpgroups + warpgroup;
-          mbarrier_wait(&Q_full[q], Q_ring.phase);
-        }
-        // S of this tile, and behind it P V of the one before, which runs beside the softmax
+      int q_done = q;
+      // S of a tile, and behind it P V of the one before, which runs beside the softmax
+      const auto step = [&](auto is_first) {
         float S_rmem[kBc / 8][4];
         start_S(S_rmem);
         start_PV();
@@ -368,50 +350,58 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
         wgmma_wait<1>(S_rmem);
         release(K_ring, K_empty);
         const float m_done[2] = {m_rmem[0], m_rmem[1]}, l_done[2] = {l_rmem[0], l_rmem[1]};
-        if (is_new) {
+        if constexpr (is_first) {
           m_rmem[0] = m_rmem[1] = -INFINITY;
           l_rmem[0] = l_rmem[1] = 0.f;
         }
-        softmax(S_rmem, is_new ? w_next.i0 : w.i0,
-                is_new ? w_next.tiles_unmasked : w.tiles_unmasked, tile_k, rescale);
+        softmax(S_rmem, tile_k, rescale);
         wgmma_wait<0>(O_rmem);
         release(V_ring, V_empty);
         to_operands<T>(P_rmem, S_rmem);
-        if (is_new) {
-          note_tiles_done();
-          store(w, Q_smem + q_done * kQ, m_done, l_done);
-          w = w_next;
-          more = next(w_next, store_no_keys);
-          tma_store_wait_read<0>();  // Q's buffer may be written; only lane 0 has stores
-          if (lane == 0) mbarrier_arrive(&Q_empty[q_done]);
-        }
-        const bool grew = rescale[0] != 1.f || rescale[1] != 1.f;
+        if constexpr (is_first) store(q_done, m_done, l_done);
+        const bool grew = is_first || rescale[0] != 1.f || rescale[1] != 1.f;
         if (__any_sync(kFullMask, grew)) {
 #pragma unroll
           for (int c = 0; c < D / 8; ++c) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) O_rmem[c][e] *= rescale[e / 2];
+            for (int e = 0; e < 4; ++e)
+              O_rmem[c][e] = is_first ? 0.f : O_rmem[c][e] * rescale[e / 2];
           }
         }
+      };
+      {
+        float S_rmem[kBc / 8][4];
+        start_S(S_rmem);
+        pass_turn();
+        wgmma_wait<0>(S_rmem);
+        release(K_ring, K_empty);
+        softmax(S_rmem, tile_k, rescale);
+        to_operands<T>(P_rmem, S_rmem);
+      }
+      while (true) {
+#pragma unroll 1
+        while (--tile_k >= 0) step(std::false_type{});
+        q_done = q;
+        if (!take()) break;
+        tile_k = w.tiles_k - 1;
+        step(std::true_type{});
       }
       start_PV();
       wgmma_wait<0>(O_rmem);
-      note_tiles_done();
-      store(w, Q_smem + q * kQ, m_rmem, l_rmem);
-      tma_store_wait_read<0>();  // the block's shared memory goes with it
+      store(q_done, m_rmem, l_rmem);
     }
     // END SOLUTION
   }
 }
 
 template <typename T, int D, int kBr, int kBc>
-constexpr int kSmemBytes = (kQStages * kBr + 2 * kStages * kBc) * D * sizeof(T) + 1024;
+constexpr int kSmemBytes = (kQStages<D, kBr, kBc> * kBr + 2 * kStages * kBc) * D * sizeof(T) + 1536;
 
 // What was fastest of the candidates below.
 Tiles tiles(const Problem& p) {
   if (tile_width(p.head_dim) == 64)
-    return p.causal && p.seqlen_k < 4096 ? Tiles{128, 128} : Tiles{192, 128};
-  return p.seqlen_k < (p.causal ? 8192 : 2048) ? Tiles{128, 128} : Tiles{128, 160};
+    return p.causal && p.seqlen_k < 2048 ? Tiles{128, 128} : Tiles{192, 128};
+  return p.seqlen_k < (p.causal ? 8192 : 4096) ? Tiles{128, 128} : Tiles{128, 160};
 }
 
 TileList candidates(const Problem& p) {
@@ -432,22 +422,16 @@ void run(const Problem& p, const ForwardArgs& a, Stream stream) {
                            64, box_rows);
   };
   const TensorMap Q_map = map_of(a.Q, p.seqlen_q, p.heads, p.q, 64);
-  const TensorMap O_map = map_of(a.O, p.seqlen_q, p.heads, p.o, 16);
+  const TensorMap O_map = map_of(a.O, p.seqlen_q, p.heads, p.o, 64);
   // There is no map of a tensor without rows, and nothing of it to load.
   const bool no_keys = p.seqlen_k == 0;
   const TensorMap K_map = no_keys ? Q_map : map_of(a.K, p.seqlen_k, p.kv_heads, p.k, kBc);
   const TensorMap V_map = no_keys ? Q_map : map_of(a.V, p.seqlen_k, p.kv_heads, p.v, kBc);
   const int tiles_q = ceil_div(p.seqlen_q, kBr);
-  const int per_head = p.causal ? tiles_q / 2 : tiles_q;
-  const int64_t pairs = p.batch_heads() * per_head;
-  const int64_t count = p.causal && tiles_q % 2 ? pairs + p.batch_heads() : pairs;
-  const Schedule schedule{
-      index_count(count),           index_count(pairs),  tiles_q,
-      divisor_of(max(per_head, 1)), divisor_of(p.heads), divisor_of(p.heads / p.kv_heads)};
+  const int64_t blocks = min(p.batch_heads() * tiles_q, int64_t{multiprocessor_count()});
   launch(attention_kernel<T, D, kBr, kBc>,
-         {min(count, int64_t{multiprocessor_count()}), kBr * 2 + 128, kSmemBytes<T, D, kBr, kBc>,
-          stream},
-         Q_map, K_map, V_map, O_map, static_cast<T*>(a.O), a.L, p, score_scale(p.scale), schedule);
+         {blocks, kBr * 2 + 128, kSmemBytes<T, D, kBr, kBc>, stream}, Q_map, K_map, V_map, O_map,
+         static_cast<T*>(a.O), a.L, p, score_scale(p.scale), schedule_of(p, tiles_q, blocks));
 }
 
 template <typename T, int D>

@@ -89,4 +89,17 @@ __device__ __forceinline__ void to_operands(uint32_t (&A_rmem)[kK][4],
   }
 }
 
+/// Rows [i, i_end) of one head that see no key: O = 0 and L = -inf, by one warp.
+template <typename T>
+__device__ __forceinline__ void store_no_keys(T* O, float* L, const Problem& p, int b, int h, int i,
+                                              int i_end) {
+  for (i += threadIdx.x % 32; i < i_end; i += 32) {
+#pragma unroll 1
+    for (int c = 0; c < p.head_dim; c += 8) {
+      *reinterpret_cast<uint4*>(O + p.o.offset(b, h, i) + c) = uint4{};
+    }
+    L[(int64_t{b} * p.heads + h) * p.seqlen_q + i] = -INFINITY;
+  }
+}
+
 }  // namespace flashsteps::inline FLASHSTEPS_TARGET

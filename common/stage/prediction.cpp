@@ -306,21 +306,35 @@ Ledger predict_10d(int64_t N, int64_t d, int64_t D) {
 // END STAGE
 
 // BEGIN STAGE 10e
+constexpr int64_t kWork = 16;      // bytes that tell a warpgroup of its row block,
+constexpr int64_t kWorkAtEnd = 8;  // and those of them that it wants again when it stores O
+constexpr int64_t kWarpgroup = 128;
+
 Ledger predict_10e(int64_t N, int64_t d, int64_t D) {
   Ledger p = predict_10b(N, d, D);
   const int64_t W = D == 64 ? 3 : 2;
   p.named_barriers = W * p.tiles_visited;
-  p.mbarrier_phases += p.grid_blocks * W;  // the Q buffers of a row block are free again
+  p.mbarrier_phases += p.grid_blocks * 2 * W;  // O is in the Q buffers of a row block, and left
+  p.tma -= p.grid_blocks * 3 * W * D / 64;     // O goes by warpgroups
+  // All lanes of a warpgroup read what the loading warp wrote.
+  const int64_t read = p.grid_blocks * W * kWarpgroup * (kWork + kWorkAtEnd);
+  p.shared_written += p.grid_blocks * W * kWork;
+  p.shared_read += read;
+  p.warp_exchange_bytes += read;
   return p;
 }
 
 // 10e is persistent: what is once for each row block above is once for each of the blocks that
-// share them, and nobody waits for the last Q buffers, nor for the last V's.
+// share them. Each has word that there is no more, and nobody waits for the last V's buffer.
 void share_out_10e(Ledger& all, int64_t D, int64_t multiprocessors) {
   const int64_t W = D == 64 ? 3 : 2;
   all.grid_blocks = std::min(all.grid_blocks, multiprocessors);
   all.barriers = all.grid_blocks;
-  all.mbarrier_phases -= all.grid_blocks * (W + 1);
+  all.mbarrier_phases += all.grid_blocks * (W - 1);
+  const int64_t read = all.grid_blocks * W * kWarpgroup * kWork;
+  all.shared_written += all.grid_blocks * W * kWork;
+  all.shared_read += read;
+  all.warp_exchange_bytes += read;
 }
 // END STAGE
 

@@ -1,0 +1,56 @@
+/// \file
+/// The order in which the blocks of a persistent grid take row blocks of queries, so that all of
+/// them have as much work as any other. The same source for both targets; no block waits for
+/// another to know its share.
+#pragma once
+
+#include "common/attention/problem.h"
+#include "common/gpu/divisor.h"
+
+namespace flashsteps {
+
+/// Row blocks as `blocks` blocks share them; made by schedule_of().
+///
+/// Without a causal mask all row blocks are equal, and go round one after the other, those of a
+/// head together. With one, row block t of a head has about t + 1 tiles of keys; t and tiles_q - 1
+/// - t are a pair, of as much work as any other pair. In `paired_rounds` every block takes pairs,
+/// the long half first. What is left after that many pairs, `paired` (fewer than there are blocks,
+/// and the middle row blocks of odd tiles_q, which have no partner) goes round one by one, there
+/// and back, from the longest to the shortest: `longs` halves and middle ones, `rest` in all. The
+/// pairs of `section` heads, the longest of each first, go together, and share what the L2 cache
+/// holds of K and V.
+struct Schedule {
+  int blocks, tiles_q;
+  int paired_rounds, pairs, paired, longs, rest;
+  bool causal;
+  Divisor section, per_section;  ///< heads; pairs, or without a mask row blocks
+
+  /// A row block of a head.
+  struct RowBlock {
+    int bh, tile;  ///< b * heads + h; rows from tile * Br on. Both -1: there is none left
+  };
+
+  /// What block `block` does in round 0, 1, …
+  constexpr RowBlock operator()(int block, int round) const {
+    bool second = round % 2 != 0;
+    int n = round / 2 * blocks + block;
+    if (round >= paired_rounds) {
+      n = (round - paired_rounds) * blocks + (second ? blocks - 1 - block : block);
+      if (n >= rest) return {-1, -1};
+      second = n >= longs;
+      n = paired + (second ? rest - 1 - n : n);
+    }
+    if (n >= pairs) return {n - pairs, tiles_q / 2};
+    const int s = quotient(n, per_section), of_section = n - s * int(per_section.value);
+    const int i = quotient(of_section, section);
+    return {s * int(section.value) + of_section - i * int(section.value),
+            causal && !second ? tiles_q - 1 - i : i};
+  }
+};
+
+/// The schedule of p's row blocks, tiles_q to a head. Host only.
+///
+/// \param blocks how many share them, at least 1 \throws DeviceError beyond 2^31 - 1 row blocks
+Schedule schedule_of(const Problem& p, int tiles_q, int64_t blocks);
+
+}  // namespace flashsteps
