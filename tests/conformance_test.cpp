@@ -1,9 +1,11 @@
 // Every stage, on every target, keeps every convention of docs/notation.md: both types, any
 // lengths, masks, grouped heads, strides, scales. Each case compares all of O and L with the
 // oracle.
+#include <cmath>
 #include <set>
 #include <tuple>
 
+#include "common/reference/float16.h"
 #include "conformance_cases.h"
 
 namespace flashsteps {
@@ -52,6 +54,46 @@ TEST_P(Conformance, LongerSequence) {
   for (const bool causal : {false, true}) {
     const Problem p = problem_of(1, 2, 1, length, length, 64, causal, DType::bf16);
     expect_right(stage(), p, make_inputs(p, InputKind::moving_max, 5));
+  }
+}
+
+// A head with a NaN or an infinity leaves the others as they are, bit by bit: blocks that take one
+// row block after the other keep nothing of the last one. A block takes every n-th head, where n is
+// no multiple of 5 here: 3 on the model, 132 on an H200.
+TEST_P(Conformance, WhatIsNotFiniteStaysInItsHead) {
+  const int heads = stage().target == Target::model ? 15 : 1000;
+  for (const bool causal : {false, true}) {
+    SCOPED_TRACE(testing::Message() << "causal " << causal);
+    const Problem p = problem_of(1, heads, heads, 40, 50, 64, causal, DType::bf16);
+    const Inputs clean = make_inputs(p, InputKind::normal, 8);
+    Inputs inputs = clean;
+    const auto set = [&](std::vector<uint16_t>& tensor, const TensorLayout& layout, int h,
+                         double value) {
+      tensor[layout.offset(0, h, 7) + h % 64] = to_bits(value, p.dtype);
+    };
+    for (int h = 0; h < heads; ++h) {
+      if (h % 5 == 1) set(inputs.v, layout_v(p), h, std::nan(""));
+      if (h % 5 == 2) set(inputs.v, layout_v(p), h, INFINITY);
+      if (h % 5 == 3) set(inputs.k, layout_k(p), h, INFINITY);
+      if (h % 5 == 4) set(inputs.q, layout_q(p), h, std::nan(""));
+    }
+    const Outputs want = run_forward(device(), stage(), p, clean).outputs;
+    const Outputs outputs = run_forward(device(), stage(), p, inputs).outputs;
+    const TensorLayout layout = layout_o(p);
+    int64_t differ = 0, not_finite = 0;
+    for (int h = 0; h < heads; ++h) {
+      for (int i = 0; i < p.seqlen_q; ++i) {
+        for (int c = 0; c < p.head_dim; ++c) {
+          const int64_t at = layout.offset(0, h, i) + c;
+          if (h % 5 == 0) differ += outputs.o[at] != want.o[at];
+          if (h % 5 == 1) not_finite += !std::isfinite(from_bits(outputs.o[at], p.dtype));
+        }
+        const int64_t at = int64_t{h} * p.seqlen_q + i;
+        if (h % 5 == 0) differ += outputs.l[at] != want.l[at];
+      }
+    }
+    EXPECT_EQ(differ, 0) << "elements of O and L";
+    EXPECT_GT(not_finite, 0) << "the heads with a NaN in V have none";
   }
 }
 
