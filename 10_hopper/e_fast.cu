@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
       mbarrier_wait(&K_full[K_ring.stage], K_ring.phase);
       wait_turn();
       wgmma_fence();
-      start_multiply_by_transposed<D, 64, kBc>(S_rmem, Q_smem + warp_uniform(q) * kQ, 0,
+      start_multiply_by_transposed<D, 64, kBc>(S_rmem, Q_smem + q * kQ, 0,
                                                K_smem + K_ring.stage * kKV);
       wgmma_commit();
     };
@@ -379,6 +379,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
         to_operands<T>(P_rmem, S_rmem);
       }
       while (true) {
+        q = warp_uniform(q);  // so that the loop need not find Q in each step
 #pragma unroll 1
         while (--tile_k >= 0) step(std::false_type{});
         q_done = q;

@@ -112,12 +112,14 @@ TEST(Schedule, KeepsAMultiprocessorBusy) {
     int batch, heads, tiles_q, keys_per_row_block, tile_k;
     double least;
   };
-  for (const Cell& c : {Cell{1, 32, 86, 192, 128, 0.99}, Cell{2, 32, 43, 192, 128, 0.98},
+  for (const Cell& c : {Cell{1, 32, 86, 192, 128, 0.985}, Cell{2, 32, 43, 192, 128, 0.98},
                         Cell{4, 32, 22, 192, 128, 0.975}, Cell{8, 32, 11, 192, 128, 0.98},
                         Cell{32, 32, 4, 128, 128, 0.98}, Cell{1, 16, 128, 128, 160, 0.97},
                         Cell{8, 16, 16, 128, 128, 0.98}}) {
     SCOPED_TRACE(testing::Message() << c.batch << " x " << c.heads << " x " << c.tiles_q);
-    const Problem p = problem(c.batch, c.heads, c.tiles_q, true);
+    Problem p = problem(c.batch, c.heads, c.tiles_q, true);
+    p.seqlen_k = 16384 / c.batch;
+    p.head_dim = 2048 / c.heads;
     double all = 0, most = 0;
     for (const auto& share : shares(p, c.tiles_q, 132)) {
       double sum = 0;
@@ -135,7 +137,9 @@ TEST(Schedule, KeepsAMultiprocessorBusy) {
 // With a causal mask a long row block is followed by the short one of the same head, and the heads
 // at work at the same time are few.
 TEST(Schedule, PairsAndSections) {
-  const Problem p = problem(2, 64, 10, true);
+  Problem p = problem(2, 64, 10, true);
+  p.seqlen_k = 4096;  // K and V of a head are a megabyte, and 32 of them make a section
+  p.head_dim = 64;
   const auto all = shares(p, 10, 64);
   for (int block = 0; block < 64; ++block) {
     for (int pair = 0; pair < 10; ++pair) {
@@ -151,6 +155,21 @@ TEST(Schedule, PairsAndSections) {
     // A section of 32 heads has 160 pairs: two rounds and a half.
     EXPECT_EQ(heads.size(), pair % 5 == 2 ? 64u : 32u) << pair;
   }
+}
+
+// Heads that share K and V count once.
+TEST(Schedule, SectionsOfGroupedHeads) {
+  Problem p = problem(1, 64, 10, true);
+  p.kv_heads = 16;
+  p.seqlen_k = 16384;
+  p.head_dim = 64;  // 4 MB: 8 KV heads, which 32 heads read
+  EXPECT_EQ(schedule_of(p, 10, 64).section.value, 32u);
+  p.kv_heads = 64;
+  EXPECT_EQ(schedule_of(p, 10, 64).section.value, 8u);
+  p.heads = p.kv_heads = 37;  // a prime number
+  EXPECT_EQ(schedule_of(p, 10, 37).section.value, 1u);
+  p.seqlen_k = 0;
+  EXPECT_EQ(schedule_of(p, 10, 37).section.value, 37u);
 }
 
 TEST(Schedule, RefusesMoreRowBlocksThanIndices) {

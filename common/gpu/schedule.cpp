@@ -5,10 +5,20 @@
 namespace flashsteps {
 
 namespace {
-// Pairs of so many heads go together. A multiprocessor's row block reads a tile of K and one of V
-// in the time of two products: with four row blocks of a head at work at once on some 130
-// multiprocessors, a quarter of that has to come from memory, which can give that much.
-constexpr int kMostHeads = 32;
+
+// K and V of the heads whose pairs go together are to stay in the L2 cache while they do; an H100's
+// has 50 MB.
+constexpr int64_t kSectionBytes = int64_t{32} << 20;
+
+// As many heads, and none is left over for a smaller section.
+int heads_of_section(const Problem& p) {
+  const int64_t bytes = int64_t{p.seqlen_k} * p.head_dim * 2 * size_of(p.dtype);
+  const int64_t kv_heads = kSectionBytes / std::max(bytes, int64_t{1});
+  int64_t heads = std::clamp(kv_heads * (p.heads / p.kv_heads), int64_t{1}, int64_t{p.heads});
+  while (p.heads % heads != 0) --heads;
+  return int(heads);
+}
+
 }  // namespace
 
 Schedule schedule_of(const Problem& p, int tiles_q, int64_t blocks) {
@@ -29,9 +39,7 @@ Schedule schedule_of(const Problem& p, int tiles_q, int64_t blocks) {
     schedule.longs = int(all - pairs - schedule.paired);
     schedule.rest = schedule.longs + int(pairs) - schedule.paired;
   }
-  // A section is all of these heads: no fewer are left for the last one.
-  int section = p.causal ? std::min(p.heads, kMostHeads) : 1;
-  while (p.heads % section != 0) --section;
+  const int section = p.causal ? heads_of_section(p) : 1;
   schedule.section = divisor_of(section);
   schedule.per_section = divisor_of(std::max(int64_t{section} * per_head, int64_t{1}));
   return schedule;

@@ -17,8 +17,8 @@ namespace flashsteps {
 /// the long half first. What is left after that many pairs, `paired` (fewer than there are blocks,
 /// and the middle row blocks of odd tiles_q, which have no partner) goes round one by one, there
 /// and back, from the longest to the shortest: `longs` halves and middle ones, `rest` in all. The
-/// pairs of `section` heads, the longest of each first, go together, and share what the L2 cache
-/// holds of K and V.
+/// pairs of `section` heads, whose K and V the L2 cache can hold, go together, the longest of each
+/// first: so the last ones of all are those in the middle, half as long as the longest.
 struct Schedule {
   int blocks, tiles_q;
   int paired_rounds, pairs, paired, longs, rest;
