@@ -360,17 +360,19 @@ TEST_P(BackwardCases, P21FiftyRuns) {
   const GradientOracles oracles =
       make_gradient_oracles(p, strides, inputs, backward.d_o, row_statistics(p, strides, backward),
                             affordable_gradient_rows(p, 1));
-  Gradients first;
+  Gradients firsts[2];  // the fixed order takes the row blocks the other way round
   for (int i = 0; i < 50; ++i) {
     const Variant variant = kBackwardVariants[i % 2];
+    Gradients& first = firsts[i % 2];
     const Gradients run =
         run_backward(device(), stage(), p, strides, inputs, backward, variant).gradients;
     ASSERT_EQ(compare(p, strides, oracles, run).describe(), "") << "run " << i;
     if (i < 2) first = run;
-    ASSERT_EQ(run.dk, first.dk) << "run " << i;
-    ASSERT_EQ(run.dv, first.dv) << "run " << i;
+    // No ASSERT_EQ: it would print millions of elements.
+    ASSERT_TRUE(run.dk == first.dk) << "dK of run " << i << " differs from the first";
+    ASSERT_TRUE(run.dv == first.dv) << "dV of run " << i << " differs from the first";
     if (variant.deterministic) {
-      ASSERT_EQ(run.dq, first.dq) << "run " << i;
+      ASSERT_TRUE(run.dq == first.dq) << "dQ of run " << i << " differs from the first";
     }
   }
 }

@@ -184,12 +184,12 @@ class OnADevice:
 
     def test_what_the_backward_pass_is_told(self):
         given, d_o = self.tensors(14)
-        options = dict(stage="07", backward_stage="9", causal=True, softmax_scale=0.3, deterministic=True)
+        options = dict(stage="07", backward_stage="09", causal=True, softmax_scale=0.3, deterministic=True)
         seen = []
         with mock.patch.object(flashsteps.library(), "backward", seen.append):
             torch.autograd.grad(flashsteps.flash_attn_func(*given, **options), given, d_o)
         args = seen[0]
-        self.assertEqual((args.stage, args.causal, args.deterministic), (b"9", 1, 1))
+        self.assertEqual((args.stage, args.causal, args.deterministic), (b"09", 1, 1))
         self.assertAlmostEqual(args.scale, 0.3, 6)
 
     def test_strides(self):
