@@ -243,6 +243,19 @@ TEST_P(Cases, P49GrowingAndFallingLogits) {
   }
 }
 
+// A block that takes one row block after the other starts each afresh: relative to the maximum of
+// the heads before, the weights of the later ones would be 0.
+TEST_P(Cases, AHeadHasItsOwnMaximum) {
+  const Problem p = problem_of(1, 12, 12, 3, 65, 64);
+  const auto score = [](int h) { return 4.0 * (11 - h); };  // scaled
+  run(p, {fill(p, layout_q(p), constant(0.5)),
+          fill(p, layout_k(p), [&](int, int h, int, int) { return score(h) / 4; }),
+          fill(p, layout_v(p), [](int, int, int j, int) { return double(j); })});
+  for (int h = 0; h < 12; ++h) {
+    for (int i = 0; i < 3; ++i) expect_row(0, h, i, 32, score(h) + std::log(65));
+  }
+}
+
 // All rows of V equal: O is that row, whatever the scores.
 TEST_P(Cases, EqualValues) {
   const Problem p = problem_of(1, 2, 2, 70, 90, 64, true);

@@ -6,6 +6,12 @@ add_custom_target(source_mutants)
 
 # flashsteps_mutant(NAME FILE FIND REPLACE): FIND must occur in FILE, or the full tier fails: a mutant cannot rot.
 function(flashsteps_mutant name file find replace)
+  flashsteps_mutant_of_house(${name} ${file} ${file} "${find}" "${replace}")
+endfunction()
+
+# flashsteps_mutant_of_house(NAME KERNEL FILE FIND REPLACE): the same, where FILE is one of common/gpu that KERNEL includes,
+# or the source of what it includes.
+function(flashsteps_mutant_of_house name kernel file find replace)
   file(READ ${CMAKE_SOURCE_DIR}/${file} source)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/${file})
   string(FIND "${source}" "${find}" position)
@@ -17,12 +23,23 @@ function(flashsteps_mutant name file find replace)
     return()
   endif()
   string(REPLACE "${find}" "${replace}" source "${source}")
-  set(unit ${CMAKE_BINARY_DIR}/mutants/${name}.cpp)
-  file(CONFIGURE OUTPUT ${unit} CONTENT "@source@" @ONLY)
+  # The mutated file comes before the repository's: a header in the order of includes, a source in that of linking.
+  set(folder ${CMAKE_BINARY_DIR}/mutants/${name})
+  set(units ${folder}.cpp)
+  if(file STREQUAL kernel)
+    file(CONFIGURE OUTPUT ${folder}.cpp CONTENT "@source@" @ONLY)
+  else()
+    file(CONFIGURE OUTPUT ${folder}/${file} CONTENT "@source@" @ONLY)
+    file(CONFIGURE OUTPUT ${folder}.cpp CONTENT "#include \"${kernel}\"\n" @ONLY)
+    if(file MATCHES "[.]cpp$")
+      list(APPEND units ${folder}/${file})
+    endif()
+  endif()
   set(target mutant_${name})
-  add_library(${target}_kernel OBJECT EXCLUDE_FROM_ALL ${unit})
+  add_library(${target}_kernel OBJECT EXCLUDE_FROM_ALL ${units})
+  target_include_directories(${target}_kernel BEFORE PRIVATE ${folder})
   target_link_libraries(${target}_kernel PRIVATE flashsteps_flags)
-  target_compile_definitions(${target}_kernel PRIVATE FLASHSTEPS_MODEL_TARGET "FLASHSTEPS_STAGE_FILE=\"${file}\"")
+  target_compile_definitions(${target}_kernel PRIVATE FLASHSTEPS_MODEL_TARGET "FLASHSTEPS_STAGE_FILE=\"${kernel}\"")
   target_compile_options(${target}_kernel PRIVATE ${FLASHSTEPS_MODEL_KERNEL_OPTIONS} -w)
   add_executable(${target} EXCLUDE_FROM_ALL)
   set_target_properties(${target} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
@@ -147,16 +164,45 @@ flashsteps_mutant(10d_last_p_v_dropped ${overlap} "start_PV();
 flashsteps_mutant(10d_v_a_tile_ahead ${overlap} "load_V(tile_k, kv_head, b);" "load_V(max(tile_k - 1, 0), kv_head, b);")
 
 set(fast 10_hopper/e_fast.cu)
-flashsteps_mutant(10e_middle_row_block_dropped ${fast} "p.causal && tiles_q % 2 ?" "false ?")
-flashsteps_mutant(10e_short_row_block_dropped ${fast} "if (alone && second) continue;" "if (second) continue;")
-flashsteps_mutant(10e_wrong_partner ${fast} "schedule.tiles_q - 1 - i : i)" "schedule.tiles_q - 1 - i : i + 1)")
 flashsteps_mutant(10e_rescale_skipped ${fast} "fast_exp2((m_rmem[half] - m) * scale.log2)" "1.f")
 flashsteps_mutant(10e_threshold_beyond_half ${fast} "kRescaleThreshold = 8.f" "kRescaleThreshold = 80.f")
-flashsteps_mutant(10e_statistics_of_the_next_row_block ${fast} "kQ, m_done, l_done" "kQ, m_rmem, l_rmem")
+flashsteps_mutant(10e_statistics_of_the_next_row_block ${fast} "store(q_done, m_done, l_done)" "store(q_done, m_rmem, l_rmem)")
+flashsteps_mutant(10e_o_into_the_next_q ${fast} "store(q_done, m_done, l_done)" "store(q, m_done, l_done)")
+flashsteps_mutant(10e_l_of_the_next_row_block ${fast} "      Work w;
+      w.i0 = work_smem[q].i0, w.bh = work_smem[q].bh;
+" "")
 flashsteps_mutant(10e_old_maximum_kept ${fast} "m_rmem[0] = m_rmem[1] = -INFINITY;" "")
-flashsteps_mutant(10e_rows_without_keys_not_written ${fast} "next(w_next, store_no_keys)" "next(w_next, [](const Work&) {})")
-flashsteps_mutant(10e_last_v_of_the_next_head ${fast} "load_V(tile_k, kv_head_now, b_now)" "load_V(tile_k, kv_head, b)")
+flashsteps_mutant(10e_old_sum_kept ${fast} "l_rmem[0] = l_rmem[1] = 0.f;" "")
+flashsteps_mutant(10e_o_not_cleared ${fast} "is_first ? 0.f : O_rmem[c][e] * rescale[e / 2]" "O_rmem[c][e] * rescale[e / 2]")
+flashsteps_mutant(10e_rows_without_keys_not_written ${fast}
+  "store_no_keys(O, L, p, b, h, w.i0, min(w.i0 + kBr, p.seqlen_q));" "")
+flashsteps_mutant(10e_loaded_for_rows_without_keys ${fast} "if (w.tiles_k == 0) continue;" "")
+flashsteps_mutant(10e_last_v_of_the_next_head ${fast} "load_V(0, kv_head_V, b_V);
+#pragma" "load_V(0, kv_head, b);
+#pragma")
+flashsteps_mutant(10e_last_v_of_all_not_loaded ${fast} "load_Q(0, 0);  // word that there is none left
+      if (b_V >= 0) load_V(0, kv_head_V, b_V);" "load_Q(0, 0);")
+flashsteps_mutant(10e_no_word_of_the_end ${fast} "load_Q(0, 0);  // word that there is none left" "")
 flashsteps_mutant(10e_one_buffer_of_q ${fast} "q = Q_ring.stage * kWarpgroups + warpgroup;" "")
+flashsteps_mutant(10e_work_of_the_first_buffer ${fast} "w = work_smem[q];" "w = work_smem[warpgroup];")
+flashsteps_mutant(10e_work_written_too_late ${fast} "work_smem[q] = w;
+          mbarrier_arrive_expect_tx(&Q_full[q], w.bh >= 0 ? kQ * sizeof(T) : 0);"
+  "mbarrier_arrive_expect_tx(&Q_full[q], w.bh >= 0 ? kQ * sizeof(T) : 0); work_smem[q] = w;")
+flashsteps_mutant(10e_one_warp_fills_o ${fast} "mbarrier_init(&O_full[q], 4);" "mbarrier_init(&O_full[q], 1);")
+flashsteps_mutant(10e_q_empty_by_four ${fast} "mbarrier_init(&Q_empty[q], 1);" "mbarrier_init(&Q_empty[q], 4);")
+flashsteps_mutant(10e_all_o_to_the_first_rows ${fast} "col, w.i0 + g * 64, h, b" "col, w.i0, h, b")
+
+# The order of row blocks. That it leaves all blocks with as much work is schedule_test's to say.
+set(order common/gpu/schedule.h)
+flashsteps_mutant_of_house(10e_wrong_partner ${fast} ${order} "tiles_q - 1 - i : i}" "tiles_q - 1 - i : i + 1}")
+flashsteps_mutant_of_house(10e_way_back_lost ${fast} ${order} "second ? rest - 1 - n : n" "n")
+flashsteps_mutant_of_house(10e_ends_a_row_block_early ${fast} ${order} "n >= rest" "n >= rest - 1")
+flashsteps_mutant_of_house(10e_middle_of_the_first_heads ${fast} ${order} "{n - pairs, tiles_q / 2}" "{0, tiles_q / 2}")
+set(share common/gpu/schedule.cpp)
+flashsteps_mutant_of_house(10e_middle_row_block_dropped ${fast} ${share} "all - pairs - schedule.paired" "pairs - schedule.paired")
+flashsteps_mutant_of_house(10e_short_row_block_dropped ${fast} ${share} "schedule.longs + int(pairs) - schedule.paired"
+  "schedule.longs")
+flashsteps_mutant_of_house(10e_pairs_of_half_a_round ${fast} ${share} "pairs / blocks;" "(pairs + blocks - 1) / blocks;")
 
 # The suite of the backward pass, tried on the plain kernel.
 set(plain tests/kernels/plain_backward.cu)
