@@ -100,7 +100,7 @@ __device__ __forceinline__ void softmax_step(float (&S_rmem)[kN][4], float (&m_r
 }
 
 // A row block of a head: tiles [0, tiles_unmasked) of keys lie wholly below the diagonal, those
-// from tiles_k on wholly above it. `tiles_k` is 0 where there is none left.
+// from tiles_k on wholly above it. `bh` is -1 where there is none left.
 struct Work {
   int i0, bh, tiles_k, tiles_unmasked;
 };
