@@ -3,8 +3,8 @@
 
 A table is known by its head: one that begins with `| d | N | mask |` and goes on with names of runs is filled from
 steps_h200.json (batch as the ladder has it); one that begins with `| d | mask | N |` and goes on with names of runs,
-each a column of milliseconds, and ratios (`08 / FlashAttention-2`) from the first of peers_h200.json,
-hopper_steps_h200.json and backward_h200.json that has all of these runs. What is not in a file is left empty. Files are
+each a column of milliseconds, and ratios (`08 / FlashAttention-2`) from the first of peers_h200.json and
+hopper_steps_h200.json that has all of these runs. What is not in a file is left empty. Files are
 written beside and renamed.
 """
 
@@ -56,7 +56,7 @@ def steps_table(names):
 def peers_table(columns):
     names = [run_of(n) for column in columns if column != "TFLOP/s" for n in column.split(" / ")]
     rows = []
-    for file in ("peers_h200.json", "hopper_steps_h200.json", "backward_h200.json"):
+    for file in ("peers_h200.json", "hopper_steps_h200.json"):
         if rows:
             break  # the first that has these runs
         for cell in ordered(load(file), "head_dim", "causal", "seqlen_k"):

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the README's section on speed anew from peers_h200.json in docs/results, and from backward_h200.json where the first
-has no backward passes.
+"""Writes the README's section on speed anew from peers_h200.json in docs/results, which has both passes.
 
 What is between the lines `<!-- BEGIN MEASURED -->` and `<!-- END MEASURED -->` is the script's: a summary, the picture, and a table
 of TFLOP/s. A peer that could not run is marked absent; what was not timed is left empty. The README is written beside and
@@ -23,8 +22,8 @@ COLUMNS = (("fwd", "08", "08"), ("fwd", "10e", "10e"), ("fwd", "flash", "FA-2"),
 MASKS = {False: "none", True: "causal"}
 
 
-def load(name):
-    return json.loads((ROOT / RESULTS / f"{name}_h200.json").read_text(encoding="utf-8"))
+def load():
+    return json.loads((ROOT / RESULTS / "peers_h200.json").read_text(encoding="utf-8"))
 
 
 def cells_of(result, direction):
@@ -54,14 +53,14 @@ def linked(stage):
     return f"[{stage}]({LESSONS[stage]})"
 
 
-def section(forward, backward):
-    """The lines between the marks, from the two results."""
-    cells = {"fwd": cells_of(forward, "fwd"), "bwd": cells_of(backward, "bwd")}
+def section(result):
+    """The lines between the marks."""
+    cells = {direction: cells_of(result, direction) for direction in ("fwd", "bwd")}
     fwd, bwd = list(cells["fwd"].values()), list(cells["bwd"].values())
     most = max(run["tflops"] for cell in fwd for run in cell["runs"] if run["name"] == "10e")
     dtypes = {cell["problem"]["dtype"] for cell in fwd + bwd}
     lines = [
-        f"On one {forward['device']['name']} with torch {forward['device']['torch']}, {' and '.join(sorted(dtypes))}, "
+        f"On one {result['device']['name']} with torch {result['device']['torch']}, {' and '.join(sorted(dtypes))}, "
         f"in the papers' {len(fwd)} cells (batch · N = 16384, heads · d = 2048):",
         "",
         f"- {linked('08')} is {ratios(fwd, '08', 'flash')} times as fast as PyTorch's FlashAttention-2;",
@@ -72,7 +71,7 @@ def section(forward, backward):
         "",
         f"![TFLOP/s of 08 and 10e beside FlashAttention-2 and cuDNN, over N]({RESULTS}/peers_h200.svg)",
         "",
-        f"TFLOP/s, medians of {forward['method']['rounds']} interleaved rounds ([how](docs/method.md), "
+        f"TFLOP/s, medians of {result['method']['rounds']} interleaved rounds ([how](docs/method.md), "
         f"[what else was measured]({RESULTS}/README.md)); the first four columns are forward passes, the others backward passes:",
         "",
         "| d | mask | N | " + " | ".join(head for _, _, head in COLUMNS) + " |",
@@ -85,14 +84,12 @@ def section(forward, backward):
     return lines
 
 
-def fill(text, forward=None, backward=None):
+def fill(text, result=None):
     """The README's text with its section written anew. Raises ValueError where the marks are not there once each, in order."""
     lines = text.split("\n")
     if lines.count(BEGIN) != 1 or lines.count(END) != 1 or lines.index(BEGIN) > lines.index(END):
         raise ValueError(f"README.md has not one {BEGIN} and one {END} after it")
-    forward = forward or load("peers")
-    backward = backward or (forward if cells_of(forward, "bwd") else load("backward"))
-    made = section(forward, backward)
+    made = section(result or load())
     return "\n".join(lines[:lines.index(BEGIN) + 1] + made + lines[lines.index(END):])
 
 

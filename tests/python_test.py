@@ -653,31 +653,37 @@ class ReadmeTable(unittest.TestCase):
             self.assertRaisesRegex(ValueError, "has not one", readme_table.fill, without)
 
     def test_absent_peers_are_marked(self):
-        forward, backward = readme_table.load("peers"), readme_table.load("backward")
-        cell = forward["cells"][0]
-        self.assertEqual(readme_table.entry(cell, "cudnn"), f"{cell['runs'][-1]['tflops']:.0f}")
-        cell["absent"] = {"cudnn": "no such backend"}
-        del backward["cells"][0]["runs"][0]
-        p = cell["problem"]
-        line = next(line for line in readme_table.fill(self.text, forward, backward).split("\n")
+        result = readme_table.load()
+        forward, backward = (next(cell for cell in result["cells"] if cell["problem"]["pass"] == direction) for direction in ("fwd", "bwd"))
+        self.assertEqual(readme_table.entry(forward, "cudnn"), f"{forward['runs'][-1]['tflops']:.0f}")
+        forward["absent"] = {"cudnn": "no such backend"}
+        del backward["runs"][0]
+        p = forward["problem"]
+        self.assertEqual(backward["problem"]["seqlen_q"], p["seqlen_q"])
+        line = next(line for line in readme_table.fill(self.text, result).split("\n")
                     if line.startswith(f"| {p['head_dim']} | {readme_table.MASKS[p['causal']]} | {p['seqlen_q']} | "))
         self.assertEqual([column.strip() for column in line.split("|")][7:9], ["absent", ""])
 
-    def test_one_run_of_both_passes(self):
-        both = readme_table.load("peers")
-        both["cells"] += readme_table.load("backward")["cells"]
-        self.assertEqual(readme_table.fill(self.text, both), self.text)
+    def test_each_pass_is_in_its_own_columns(self):
+        result = readme_table.load()
+        for cell in result["cells"]:
+            for run_ in cell["runs"]:
+                run_["tflops"] = 111 if cell["problem"]["pass"] == "fwd" else 222
+        rows = [line for line in readme_table.section(result) if line.startswith("| 64 |")]
+        self.assertEqual(len(rows), 12)
+        for row in rows:
+            self.assertEqual([column.strip() for column in row.split("|")][4:12], ["111"] * 4 + ["222"] * 4)
 
     def test_pictures_are_of_the_results(self):
         version = run("gnuplot", "--version").stdout.strip() if shutil.which("gnuplot") else "none"
-        for name in ("peers", "backward"):
+        for name in ("peers", "steps"):
             picture = ROOT / f"docs/results/{name}_h200.svg"
             drawn_by = re.search(r"Produced by GNUPLOT (.*?) *</desc>", picture.read_text())[1]
             if version != f"gnuplot {drawn_by}":
                 self.skipTest(f"the pictures are of gnuplot {drawn_by}; here is {version}")
             with tempfile.TemporaryDirectory() as folder:
                 again = pathlib.Path(folder) / "again.svg"
-                plot_peers.draw(readme_table.load(name), again)
+                plot_peers.draw(json.loads(picture.with_suffix(".json").read_text()), again)
                 self.assertEqual(again.read_text(), picture.read_text(), name)
 
 
