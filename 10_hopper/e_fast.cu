@@ -2,8 +2,8 @@
 // multiprocessors, and what was pipelined over the tiles of keys goes on over the row blocks: the
 // first S of the next one is computed beside the last P V of this one; its Q is loaded long before,
 // with word of what it is, and a warp of its own stores O. With a causal mask a long and a short
-// row block go together, so that all blocks have the same work. O is rescaled only where the
-// maximum grew by much (FlashAttention-3; FlashAttention-4).
+// row block go together, so that blocks have as nearly the same work as row blocks allow. O is
+// rescaled only where the maximum grew by much (FlashAttention-3; FlashAttention-4).
 
 #include "common/gpu/hopper.h"
 #include "common/gpu/schedule.h"
@@ -16,8 +16,8 @@ constexpr int kStages = 2;                 // tiles of K, and of V, in shared me
 constexpr int kSharedMemory = 227 * 1024;  // of a block, in bytes
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLargeExponent = 1024.f;
-// A maximum that grew by less than a factor of 2 to this power is left as it was: P stays below
-// 2^8, and O, l and P are all relative to the same maximum. 0 follows every maximum.
+// A maximum m is left as it was while e^m has grown by no more than a factor of 2 to this power: P
+// is at most 2^8, and O, l and P are all relative to the same maximum. 0 follows every maximum.
 constexpr float kRescaleThreshold = 8.f;
 
 // The sum over the four lanes that share the rows of a fragment.
@@ -106,7 +106,8 @@ struct Work {
 };
 
 // Tiles of Q in shared memory. O leaves through the same space, so that a third is what keeps a
-// row block from waiting for the one before the last.
+// row block from waiting for the one before the last. 1536 bytes are for what a warpgroup is told
+// and for the mbarriers, each array 128-byte aligned.
 template <int D, int kBr, int kBc>
 constexpr int kQStages = (3 * kBr + 2 * kStages * kBc) * D * 2 + 1536 <= kSharedMemory ? 3 : 2;
 
@@ -271,7 +272,7 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
     // O / l goes through the warp's own rows of Q, which only its own products have read: a warp
     // has 16 of the 64 rows of its warpgroup.
     const auto store = [&](int q, const float(&m)[2], const float(&l_part)[2]) {
-      Work w;
+      Work w;  // the row block that is done
       w.i0 = work_smem[q].i0, w.bh = work_smem[q].bh;
       note_tiles_done();
       T* O_smem = Q_smem + q * kQ;
@@ -379,7 +380,8 @@ __global__ void __launch_bounds__(kBr * 2 + 128, 1)
         to_operands<T>(P_rmem, S_rmem);
       }
       while (true) {
-        q = warp_uniform(q);  // so that the loop need not find Q in each step
+        q = warp_uniform(
+            q);  // else each wgmma of the loop has its descriptor fetched from the lanes
 #pragma unroll 1
         while (--tile_k >= 0) step(std::false_type{});
         q_done = q;
@@ -429,6 +431,7 @@ void run(const Problem& p, const ForwardArgs& a, Stream stream) {
   const TensorMap K_map = no_keys ? Q_map : map_of(a.K, p.seqlen_k, p.kv_heads, p.k, kBc);
   const TensorMap V_map = no_keys ? Q_map : map_of(a.V, p.seqlen_k, p.kv_heads, p.v, kBc);
   const int tiles_q = ceil_div(p.seqlen_q, kBr);
+  static_assert(kSmemBytes<T, D, kBr, kBc> <= kSharedMemory);
   const int64_t blocks = min(p.batch_heads() * tiles_q, int64_t{multiprocessor_count()});
   launch(attention_kernel<T, D, kBr, kBc>,
          {blocks, kBr * 2 + 128, kSmemBytes<T, D, kBr, kBc>, stream}, Q_map, K_map, V_map, O_map,

@@ -53,6 +53,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PEERS = ("flash", "cudnn", "efficient", "math", "math16")
 HEAD_DIMS = (64, 128)
 MASKS = ("none", "causal")
+PERSISTENT = ("10e",)  # stages with at most one block for each multiprocessor
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 MOST_LAUNCHES = 256  # of one measurement: what a stream queues without making the host wait
@@ -187,14 +188,19 @@ def problem_args(run, cell, dtype):
     return args
 
 
-def grid_blocks(run, cell, tiles):
-    """Blocks of the kernel that writes O, or dK and dV; None for a stage without tiles."""
+def multiprocessors(torch):
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def grid_blocks(run, cell, tiles, at_once):
+    """Blocks of the kernel that writes O, or dK and dV; None for a stage without tiles. at_once: multiprocessors."""
     if tiles[0] == 0:
         return None
     if run.backward:
         return cell.batch * cell.heads * -(-cell.seqlen // tiles[1])
     one_block = run.bh or run.stage == "04"
-    return cell.batch * cell.heads * (1 if one_block else -(-cell.seqlen // tiles[0]))
+    row_blocks = cell.batch * cell.heads * (1 if one_block else -(-cell.seqlen // tiles[0]))
+    return min(row_blocks, at_once) if run.stage in PERSISTENT else row_blocks
 
 
 def writes_lse_apart(stage):
@@ -408,7 +414,7 @@ class Bench:
         contender.facts["stage"] = run.stage
         if tiles[0]:
             contender.facts["tiles"] = {"Br": tiles[0], "Bc": tiles[1]}
-            contender.facts["grid_blocks"] = grid_blocks(run, self.cell, tiles)
+            contender.facts["grid_blocks"] = grid_blocks(run, self.cell, tiles, multiprocessors(self.torch))
         contender.facts["check"] = self.check(self.outputs[0], self.lse)
         return contender
 
@@ -604,7 +610,7 @@ class BackwardBench(Bench):
         contender.facts.update(stage=run.stage, deterministic=run.deterministic)
         if tiles[0]:
             contender.facts["tiles"] = {"Br": tiles[0], "Bc": tiles[1]}
-            contender.facts["grid_blocks"] = grid_blocks(run, self.cell, tiles)
+            contender.facts["grid_blocks"] = grid_blocks(run, self.cell, tiles, multiprocessors(self.torch))
         contender.facts["check"] = self.check(self.gradients)
         return contender
 

@@ -2,8 +2,11 @@
 """What a card's clock does under a large product of cuBLAS, 10e and cuDNN: why 10e's TFLOP/s may lie above the product's.
 
 Each runs for some seconds in bursts with pauses, which leave the card below its power limit, and then without a pause, while
-nvidia-smi reports the multiprocessors' clock and the power. bf16, random values; one attention problem for all: batch 1, 16 heads,
-d 128, N 16384. Needs torch and a card of compute capability 9.0; prints a line for each, and writes nothing.
+nvidia-smi reports the multiprocessors' clock and the power (with pauses, most of what it sees is the pauses'). bf16, random values; one
+attention problem for all: batch 1, 16 heads, d 128, N 16384. Needs torch and a card of compute capability 9.0; prints a line for
+each, and writes nothing.
+
+Exit status: 0 all right, 1 it cannot be measured, 3 no torch, no card or none that 10e runs on.
 """
 import argparse
 import pathlib
@@ -13,7 +16,7 @@ import threading
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-QUERY = ("nvidia-smi", "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active", "--format=csv,noheader,nounits", "-lms", "50")
+QUERY = ("nvidia-smi", "-i", "0", "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active", "--format=csv,noheader,nounits", "-lms", "50")
 CALLS = 4  # in a burst, and between two looks at the time
 PAUSE = 0.024  # seconds
 
@@ -33,7 +36,8 @@ class Watch:
     def read(self):
         for line in self.smi.stdout:
             clock, power, reasons = line.strip().split(", ")
-            self.rows.append((int(clock), float(power), reasons))
+            if clock.isdigit() and power[0].isdigit():  # not [N/A]
+                self.rows.append((int(clock), float(power), reasons))
 
     def __exit__(self, *_):
         self.smi.kill()
@@ -42,7 +46,9 @@ class Watch:
 
 
 def line_of(name, bursts, tflops, rows):
-    """The report of one run."""
+    """The report of one run. Raises ValueError where nvidia-smi reported nothing."""
+    if not rows:
+        raise ValueError("nvidia-smi reports no clock or no power of this card")
     clocks, powers = (sorted(row[i] for row in rows) for i in range(2))
     middle = len(rows) // 2
     how = "with pauses" if bursts else "no pause"
@@ -80,25 +86,40 @@ def main():
     try:
         import torch
     except ImportError:
-        sys.exit("clocks.py: torch was not found")
+        return stop("torch was not found", 3)
     if not torch.cuda.is_available():
-        sys.exit("clocks.py: there is no card")
+        return stop("there is no card", 3)
+    if torch.cuda.get_device_capability() != (9, 0):
+        return stop("10e needs compute capability 9.0", 3)
+    try:
+        measure(torch, options.seconds)
+    except (OSError, ValueError) as error:
+        return stop(error, 1)
+    return 0
+
+
+def stop(why, status):
+    print(f"clocks.py: {why}", file=sys.stderr)
+    return status
+
+
+def measure(torch, seconds):
+    """All lines."""
     import flashsteps
     from torch.nn.attention import SDPBackend, sdpa_kernel
     n = 8192
     a, b, c = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    run(torch, f"cuBLAS {n} x {n} x {n}", lambda: torch.mm(a, b, out=c), 2 * n**3, options.seconds)
+    run(torch, f"cuBLAS {n} x {n} x {n}", lambda: torch.mm(a, b, out=c), 2 * n**3, seconds)
     N, heads, d = 16384, 16, 128
     q, k, v = (torch.randn(1, N, heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    flops = 4 * heads * d * N**2
     with torch.no_grad():
-        for causal in (False, True):
+        for causal, pairs in ((False, N * N), (True, N * (N + 1) // 2)):
             run(torch, "10e causal" if causal else "10e", lambda causal=causal: flashsteps.flash_attn_func(q, k, v, causal=causal, stage="10e"),
-                flops / (2 if causal else 1), options.seconds)
+                4 * heads * d * pairs, seconds)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-            run(torch, "cuDNN", lambda: torch.nn.functional.scaled_dot_product_attention(*heads_first), flops, options.seconds)
+            run(torch, "cuDNN", lambda: torch.nn.functional.scaled_dot_product_attention(*heads_first), 4 * heads * d * N * N, seconds)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,6 +7,7 @@ Standard attention is softmax(scale Q K^T) V in torch's operations, differentiat
 backward pass, and makes S, dP and dS of that size. A stage is called through the package flashsteps, so its workspaces come
 from torch's allocator as all tensors do. What is counted is what was asked of the allocator at the peak, less Q, K, V and dO,
 which are there before, and O, dQ, dK and dV, which are there after. L is no output here: it is kept between the two passes.
+Where an output is made only after the peak, what is counted is too small by its size.
 What does not fit the card, or cannot run on it, is absent, with the reason.
 
 The library is the one that the package finds: $FLASHSTEPS_LIBRARY, else the one in build/cuda.

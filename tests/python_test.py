@@ -25,6 +25,7 @@ LIBRARY = os.environ.get("FLASHSTEPS_LIBRARY")
 
 sys.path.insert(0, str(ROOT / "python"))
 import bench_peers  # noqa: E402
+import clocks  # noqa: E402
 import lesson_tables  # noqa: E402
 import memory  # noqa: E402
 import plot_peers  # noqa: E402
@@ -406,10 +407,12 @@ class BenchArithmetic(unittest.TestCase):
     def test_blocks(self):
         cell = bench_peers.Cell("full", 2, 3, 130, 64, True)
         run = {run.name: run for run in bench_peers.parse_runs("04,05:bh,05,01")}
-        self.assertEqual([bench_peers.grid_blocks(run[name], cell, (64, 64)) for name in ("04", "05:bh", "05")], [6, 6, 18])
-        self.assertIsNone(bench_peers.grid_blocks(run["01"], cell, (0, 0)))
+        self.assertEqual([bench_peers.grid_blocks(run[name], cell, (64, 64), 10) for name in ("04", "05:bh", "05")], [6, 6, 18])
+        self.assertIsNone(bench_peers.grid_blocks(run["01"], cell, (0, 0), 10))
         backward = bench_peers.Run("09", "09", backward=True)  # one for each tile of keys
-        self.assertEqual(bench_peers.grid_blocks(backward, cell, (64, 128)), 12)
+        self.assertEqual(bench_peers.grid_blocks(backward, cell, (64, 128), 10), 12)
+        persistent = bench_peers.Run("10e", "10e")
+        self.assertEqual([bench_peers.grid_blocks(persistent, cell, (64, 128), most) for most in (10, 132)], [10, 18])
 
     def test_work(self):
         cell = bench_peers.Cell("course", 4, 16, 4096, 128, True)
@@ -612,6 +615,21 @@ class PeersPicture(Tools):
             picture, done = self.draw(result)
             self.assert_refused(done, 2, words)
             self.assertFalse(picture.exists())
+
+
+class Clocks(unittest.TestCase):
+    def test_a_line_has_medians(self):
+        line = clocks.line_of("a product", False, 664.6, [(1500, 690.0, "0x4"), (1980, 300.0, "0x0"), (1600, 680.0, "0x4")])
+        for words in ("no pause", "665 TFLOP/s", "SM clock 1600 MHz (1500 to 1980)", "680 W", "reasons 0x0, 0x4"):
+            self.assertIn(words, line)
+        self.assertRaisesRegex(ValueError, "no clock", clocks.line_of, "a product", True, 1, [])
+
+    def test_without_torch_or_a_card(self):
+        done = run(sys.executable, str(ROOT / "python/clocks.py"))
+        if done.returncode == 0:
+            self.skipTest("there is a card")
+        self.assertEqual((done.returncode, done.stdout), (3, ""))
+        self.assertRegex(done.stderr, r"\Aclocks.py: [^\n]+\n\Z")
 
 
 class LessonTables(unittest.TestCase):

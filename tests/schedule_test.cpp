@@ -83,9 +83,7 @@ TEST(Schedule, HasEveryRowBlockOnce) {
   }
 }
 
-// No block has more to do than its part, and one row block more: the longest, where there is too
-// little for whole pairs; else of what pairs leave the longest is about the middle, or all of a
-// pair where as many are left.
+// No block has as much as the longest row block more than its part of the work, anywhere.
 TEST(Schedule, IsBalanced) {
   for (const Grid& g : grids()) {
     for (const bool causal : {false, true}) {
@@ -105,8 +103,8 @@ TEST(Schedule, IsBalanced) {
   }
 }
 
-// How near to perfect the papers' causal cells are on 132 multiprocessors; counted beforehand, the
-// figures of a simulation apart from this code.
+// How near to perfect the balance is on 132 multiprocessors: in the papers' causal cells, and where
+// there are few heads in a batch, or not even a pair for every block.
 TEST(Schedule, KeepsAMultiprocessorBusy) {
   struct Cell {
     int batch, heads, tiles_q, keys_per_row_block, tile_k;
@@ -115,11 +113,13 @@ TEST(Schedule, KeepsAMultiprocessorBusy) {
   for (const Cell& c : {Cell{1, 32, 86, 192, 128, 0.985}, Cell{2, 32, 43, 192, 128, 0.98},
                         Cell{4, 32, 22, 192, 128, 0.975}, Cell{8, 32, 11, 192, 128, 0.98},
                         Cell{32, 32, 4, 128, 128, 0.98}, Cell{1, 16, 128, 128, 160, 0.97},
-                        Cell{8, 16, 16, 128, 128, 0.98}}) {
+                        Cell{8, 16, 16, 128, 128, 0.98}, Cell{2, 2, 64, 128, 128, 0.97},
+                        Cell{2, 4, 32, 128, 128, 0.97}, Cell{2, 16, 8, 128, 128, 0.96},
+                        Cell{4, 8, 8, 128, 128, 0.96}, Cell{8, 2, 16, 128, 128, 0.96}}) {
     SCOPED_TRACE(testing::Message() << c.batch << " x " << c.heads << " x " << c.tiles_q);
     Problem p = problem(c.batch, c.heads, c.tiles_q, true);
-    p.seqlen_k = 16384 / c.batch;
-    p.head_dim = 2048 / c.heads;
+    p.seqlen_k = std::min(c.tiles_q * c.keys_per_row_block, 16384 / c.batch);
+    p.head_dim = c.heads == 32 ? 64 : 128;
     double all = 0, most = 0;
     for (const auto& share : shares(p, c.tiles_q, 132)) {
       double sum = 0;
@@ -172,9 +172,29 @@ TEST(Schedule, SectionsOfGroupedHeads) {
   EXPECT_EQ(schedule_of(p, 10, 37).section.value, 37u);
 }
 
+// The last places of the last round have indices, too.
 TEST(Schedule, RefusesMoreRowBlocksThanIndices) {
-  Problem p = problem(1 << 16, 1 << 12, 8, false);
-  EXPECT_THROW(schedule_of(p, 8, 132), DeviceError);
+  const int64_t most = (int64_t{1} << 31) - 1;
+  const int blocks = 132;
+  const int fit = int((most - 2 * blocks) / 8);
+  for (const bool causal : {false, true}) {
+    Problem p = problem(1, fit, 8, causal);
+    const Schedule schedule = schedule_of(p, 8, blocks);
+    const int rounds = int((int64_t{fit} * 8 + blocks - 1) / blocks);
+    int64_t last = 0;  // row blocks of the last rounds
+    for (int block = 0; block < blocks; ++block) {
+      for (int round = rounds - 3; round <= rounds; ++round) {
+        const Schedule::RowBlock r = schedule(block, round);
+        ASSERT_TRUE(r.bh >= -1 && r.bh < fit && r.tile >= -1 && r.tile < 8)
+            << r.bh << " " << r.tile;
+        last += r.bh >= 0;
+      }
+      EXPECT_EQ(schedule(block, rounds).bh, -1);
+    }
+    EXPECT_EQ(last, int64_t{fit} * 8 - int64_t{rounds - 3} * blocks);
+    p.heads = p.kv_heads = fit + 1;
+    EXPECT_THROW(schedule_of(p, 8, blocks), DeviceError);
+  }
 }
 
 }  // namespace

@@ -168,7 +168,7 @@ flashsteps_mutant(10e_rescale_skipped ${fast} "fast_exp2((m_rmem[half] - m) * sc
 flashsteps_mutant(10e_threshold_beyond_half ${fast} "kRescaleThreshold = 8.f" "kRescaleThreshold = 80.f")
 flashsteps_mutant(10e_statistics_of_the_next_row_block ${fast} "store(q_done, m_done, l_done)" "store(q_done, m_rmem, l_rmem)")
 flashsteps_mutant(10e_o_into_the_next_q ${fast} "store(q_done, m_done, l_done)" "store(q, m_done, l_done)")
-flashsteps_mutant(10e_l_of_the_next_row_block ${fast} "      Work w;
+flashsteps_mutant(10e_l_of_the_next_row_block ${fast} "      Work w;  // the row block that is done
       w.i0 = work_smem[q].i0, w.bh = work_smem[q].bh;
 " "")
 flashsteps_mutant(10e_old_maximum_kept ${fast} "m_rmem[0] = m_rmem[1] = -INFINITY;" "")

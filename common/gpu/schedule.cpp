@@ -10,7 +10,8 @@ namespace {
 // has 50 MB.
 constexpr int64_t kSectionBytes = int64_t{32} << 20;
 
-// As many heads, and none is left over for a smaller section.
+// The largest divisor of `heads` that fits, so that all sections are equal; 1 for a prime number
+// that does not.
 int heads_of_section(const Problem& p) {
   const int64_t bytes = int64_t{p.seqlen_k} * p.head_dim * 2 * size_of(p.dtype);
   const int64_t kv_heads = kSectionBytes / std::max(bytes, int64_t{1});
@@ -39,9 +40,12 @@ Schedule schedule_of(const Problem& p, int tiles_q, int64_t blocks) {
     schedule.longs = int(all - pairs - schedule.paired);
     schedule.rest = schedule.longs + int(pairs) - schedule.paired;
   }
-  const int section = p.causal ? heads_of_section(p) : 1;
+  // Where there is no whole round of pairs all are at work at once, and in one order.
+  const int64_t section = !p.causal                     ? 1
+                          : schedule.paired_rounds == 0 ? p.batch_heads()
+                                                        : heads_of_section(p);
   schedule.section = divisor_of(section);
-  schedule.per_section = divisor_of(std::max(int64_t{section} * per_head, int64_t{1}));
+  schedule.per_section = divisor_of(std::max(section * per_head, int64_t{1}));
   return schedule;
 }
 

@@ -11,14 +11,21 @@ namespace flashsteps {
 
 /// Row blocks as `blocks` blocks share them; made by schedule_of().
 ///
-/// Without a causal mask all row blocks are equal, and go round one after the other, those of a
-/// head together. With one, row block t of a head has about t + 1 tiles of keys; t and tiles_q - 1
-/// - t are a pair, of as much work as any other pair. In `paired_rounds` every block takes pairs,
-/// the long half first. What is left after that many pairs, `paired` (fewer than there are blocks,
-/// and the middle row blocks of odd tiles_q, which have no partner) goes round one by one, there
-/// and back, from the longest to the shortest: `longs` halves and middle ones, `rest` in all. The
-/// pairs of `section` heads, whose K and V the L2 cache can hold, go together, the longest of each
-/// first: so the last ones of all are those in the middle, half as long as the longest.
+/// Without a causal mask all row blocks are equal, and are dealt out one after the other, those of
+/// a head together. With one (and Nk >= Nq) row block t of a head has about t + 1 tiles of keys,
+/// and:
+///
+/// - t and tiles_q - 1 - t are a pair, of as much work as any other pair. In `paired_rounds` rounds
+///   every block takes pairs, the long half first: `paired` pairs in all.
+/// - What is left are fewer pairs than there are blocks, and the middle row blocks of odd tiles_q,
+///   which have no partner. They are dealt out singly: the long halves and the middle ones
+///   (`longs`), then the short halves, `rest` in all.
+/// - The pairs of `section` heads, whose K and V the L2 cache can hold, go together, the longest of
+///   each first: so the last pairs of all are those in the middle, whose halves are alike.
+///
+/// Odd rounds of what is dealt out singly go backwards over the blocks: who had the longest of one
+/// round has the shortest of the next. Where Nk < Nq the first row blocks see no key, pairs are not
+/// equal, and blocks have less equal work.
 struct Schedule {
   int blocks, tiles_q;
   int paired_rounds, pairs, paired, longs, rest;
