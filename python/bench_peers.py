@@ -71,6 +71,17 @@ def refuse(message, status=2):
     sys.exit(status)
 
 
+def torch_with_a_card(refuse):
+    """The module torch. Where it is not there, or sees no card, refuse(message, status) ends the program."""
+    try:
+        import torch
+    except ImportError:
+        refuse("torch is not installed for this python3", 3)
+    if not torch.cuda.is_available():
+        refuse("torch sees no CUDA card", 3)
+    return torch
+
+
 # --- what is timed ---------------------------------------------------------------------------------------------
 
 
@@ -1022,12 +1033,7 @@ def resolve(runs, known):
 
 def main(arguments=None):
     options = parse(arguments)
-    try:
-        import torch
-    except ImportError:
-        refuse("torch is not installed for this python3", 3)
-    if not torch.cuda.is_available():
-        refuse("torch sees no CUDA card", 3)
+    torch = torch_with_a_card(refuse)
     try:
         library = abi.Library(options.library)
         passes = passes_of(options, library)

@@ -16,9 +16,16 @@ import threading
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+import bench_peers  # noqa: E402
+
 QUERY = ("nvidia-smi", "-i", "0", "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active", "--format=csv,noheader,nounits", "-lms", "50")
 CALLS = 4  # in a burst, and between two looks at the time
 PAUSE = 0.024  # seconds
+
+
+def refuse(message, status=2):
+    print(f"clocks.py: {message}", file=sys.stderr)
+    sys.exit(status)
 
 
 class Watch:
@@ -83,24 +90,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=3, help="for each line (default: 3)")
     options = parser.parse_args()
-    try:
-        import torch
-    except ImportError:
-        return stop("torch was not found", 3)
-    if not torch.cuda.is_available():
-        return stop("there is no card", 3)
+    torch = bench_peers.torch_with_a_card(refuse)
     if torch.cuda.get_device_capability() != (9, 0):
-        return stop("10e needs compute capability 9.0", 3)
+        refuse("10e needs compute capability 9.0", 3)
     try:
         measure(torch, options.seconds)
     except (OSError, ValueError) as error:
-        return stop(error, 1)
-    return 0
-
-
-def stop(why, status):
-    print(f"clocks.py: {why}", file=sys.stderr)
-    return status
+        refuse(error, 1)
 
 
 def measure(torch, seconds):
@@ -122,4 +118,4 @@ def measure(torch, seconds):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

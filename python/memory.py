@@ -153,12 +153,7 @@ def parse(arguments=None):
 
 def main(arguments=None):
     options = parse(arguments)
-    try:
-        import torch
-    except ImportError:
-        refuse("torch is not installed for this python3", 3)
-    if not torch.cuda.is_available():
-        refuse("torch sees no CUDA card", 3)
+    torch = bench_peers.torch_with_a_card(refuse)
     try:
         library = flashsteps.library()
         for given, known, what in ((options.stage, library.stages(abi.CUDA), "forward"),

@@ -63,44 +63,47 @@ std::vector<Grid> grids() {
   return all;
 }
 
-TEST(Schedule, HasEveryRowBlockOnce) {
+// Calls check(problem, shares, grid) for every grid, with a causal mask and without.
+template <typename Check>
+void for_all_grids(const Check& check) {
   for (const Grid& g : grids()) {
     for (const bool causal : {false, true}) {
       SCOPED_TRACE(testing::Message()
                    << g.batch << " x " << g.heads << " heads, " << g.tiles_q << " row blocks, "
                    << g.blocks << " blocks, causal " << causal);
       const Problem p = problem(g.batch, g.heads, g.tiles_q, causal);
-      std::vector<int> seen(p.batch_heads() * g.tiles_q);
-      for (const auto& share : shares(p, g.tiles_q, g.blocks)) {
-        for (const Schedule::RowBlock& r : share) {
-          ASSERT_TRUE(r.bh >= 0 && r.bh < p.batch_heads() && r.tile >= 0 && r.tile < g.tiles_q)
-              << r.bh << " " << r.tile;
-          ++seen[r.bh * g.tiles_q + r.tile];
-        }
-      }
-      ASSERT_EQ(std::count(seen.begin(), seen.end(), 1), int64_t(seen.size()));
+      check(p, shares(p, g.tiles_q, g.blocks), g);
+      if (testing::Test::HasFatalFailure()) return;
     }
   }
 }
 
+TEST(Schedule, HasEveryRowBlockOnce) {
+  for_all_grids([](const Problem& p, const auto& all, const Grid& g) {
+    std::vector<int> seen(p.batch_heads() * g.tiles_q);
+    for (const auto& share : all) {
+      for (const Schedule::RowBlock& r : share) {
+        ASSERT_TRUE(r.bh >= 0 && r.bh < p.batch_heads() && r.tile >= 0 && r.tile < g.tiles_q)
+            << r.bh << " " << r.tile;
+        ++seen[r.bh * g.tiles_q + r.tile];
+      }
+    }
+    ASSERT_EQ(std::count(seen.begin(), seen.end(), 1), int64_t(seen.size()));
+  });
+}
+
 // No block has as much as the longest row block more than its part of the work, anywhere.
 TEST(Schedule, IsBalanced) {
-  for (const Grid& g : grids()) {
-    for (const bool causal : {false, true}) {
-      SCOPED_TRACE(testing::Message()
-                   << g.batch << " x " << g.heads << " heads, " << g.tiles_q << " row blocks, "
-                   << g.blocks << " blocks, causal " << causal);
-      const Problem p = problem(g.batch, g.heads, g.tiles_q, causal);
-      int64_t all = 0, most = 0;
-      for (const auto& share : shares(p, g.tiles_q, g.blocks)) {
-        int64_t sum = 0;
-        for (const Schedule::RowBlock& r : share) sum += work(p, r);
-        all += sum;
-        most = std::max(most, sum);
-      }
-      ASSERT_LT(most * g.blocks, all + g.blocks * g.tiles_q);
+  for_all_grids([](const Problem& p, const auto& shares, const Grid& g) {
+    int64_t all = 0, most = 0;
+    for (const auto& share : shares) {
+      int64_t sum = 0;
+      for (const Schedule::RowBlock& r : share) sum += work(p, r);
+      all += sum;
+      most = std::max(most, sum);
     }
-  }
+    ASSERT_LT(most * g.blocks, all + g.blocks * g.tiles_q);
+  });
 }
 
 // How near to perfect the balance is on 132 multiprocessors: in the papers' causal cells, and where
